@@ -1,0 +1,25 @@
+"""Attention that keeps its focus at contexts far longer than it was trained on."""
+
+from longspan.functional import (
+    AttentionStats,
+    attention,
+    attention_weights,
+    entmax,
+    entmax15,
+    sparsemax,
+    threshold,
+    which_impl,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionStats",
+    "attention",
+    "attention_weights",
+    "entmax",
+    "entmax15",
+    "sparsemax",
+    "threshold",
+    "which_impl",
+]

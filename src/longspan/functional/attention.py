@@ -1,0 +1,194 @@
+"""The public attention functions: they check their arguments, choose an implementation and say which."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspan.functional.chunked import RowStats, chunked_attention
+from longspan.functional.entmax import entmax, threshold
+from longspan.functional.reference import dense_attention, dense_scores
+from longspan.functional.scores import Rules
+from longspan.functional.threshold import Alpha
+
+IMPLEMENTATIONS = ("reference", "chunked")
+
+# Above this many scores (64 MiB of float32) "auto" gives up the square of them for blocks.
+_DENSE_SCORES = 1 << 24
+
+
+class AttentionStats(NamedTuple):
+    """What happened in every query row, each (batch, heads, query_time), detached; and which implementation ran.
+
+    A row that sees nothing has tau = inf and zeros elsewhere. tau is in units of ``(alpha-1) * score``.
+    """
+
+    tau: Tensor
+    support: Tensor
+    entropy: Tensor
+    largest: Tensor
+    impl: str
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    alpha: Alpha = 1.5,
+    slopes: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    lengths: Tensor | None = None,
+    documents: Tensor | None = None,
+    impl: str = "auto",
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, AttentionStats]:
+    """Attention with alpha-entmax weights: ``entmax(scale * q k^T - slope * distance, alpha) v``.
+
+    Args:
+        q: (batch, heads, query_time, dim).
+        k, v: (batch, kv_heads, key_time, dim); `kv_heads` divides `heads`. The dim of `v` may differ.
+        alpha: a number >= 1 (1 is softmax), or a tensor of shape () or (heads,), differentiable.
+        slopes: (heads,), ALiBi's slopes: a key at a distance loses slope * distance. 0 is no position. Differentiable.
+        scale: of the products, 1/sqrt(dim) by default. It does not touch the slopes.
+        causal: query i stands at position ``i + key_time - query_time`` and sees the keys up to its own.
+        lengths: (batch,), right padding: keys at or beyond are hidden, and queries whose position is give zeros.
+        documents: (batch, key_time) integer ids: tokens of different ids do not see each other. The queries take
+            the ids of their positions.
+        impl: "reference" (dense), "chunked" (memory linear in the length) or "auto".
+        return_stats: also return `AttentionStats`.
+
+    Queries that see nothing give zeros, and zero gradients.
+    """
+    rules, alpha = _check(q, k, v, alpha, slopes, scale, causal, lengths, documents)
+    name = _choose(impl, q, k)
+    stats = None
+    if name == "chunked":
+        out, stats = chunked_attention(q, k, v, rules, alpha, return_stats)
+    else:
+        out = dense_attention(q, k, v, rules, lambda scores: entmax(scores, _by_head(alpha)))
+        if return_stats:
+            stats = _dense_stats(q, k, rules, alpha)
+    return (out, AttentionStats(*stats, impl=name)) if stats is not None else out
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    rows: Sequence[int] | Tensor | None = None,
+    alpha: Alpha = 1.5,
+    slopes: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    lengths: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """The attention map of the query rows `rows` (all by default), (batch, heads, len(rows), key_time).
+
+    Only those rows are ever built. Negative rows count from the end. The other arguments are `attention`'s.
+    """
+    rules, alpha = _check(q, k, k, alpha, slopes, scale, causal, lengths, documents)
+    chosen = None
+    if rows is not None:
+        chosen = torch.as_tensor(rows, dtype=torch.long, device=q.device)
+        time = q.shape[2]
+        if chosen.ndim != 1 or bool(((chosen < -time) | (chosen >= time)).any()):
+            raise IndexError(f"rows must be a list of query indices between {-time} and {time - 1}, got {rows}")
+        chosen = chosen % max(time, 1)
+    return entmax(dense_scores(q, k, rules, chosen), _by_head(alpha)).to(q.dtype)
+
+
+def which_impl(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **arguments: object) -> str:
+    """The name of the implementation that ``attention(q, k, v, impl=impl, ...)`` would run."""
+    return _choose(impl, q, k)
+
+
+def check_rules(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    lengths: Tensor | None,
+    documents: Tensor | None,
+) -> Rules:
+    """The rules of a call, or an error that says which argument is wrong."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must be (batch, heads, time, dim), got shape {tuple(tensor.shape)}")
+        if not tensor.is_floating_point() or tensor.dtype != q.dtype or tensor.device != q.device:
+            raise TypeError(
+                f"q, k and v must be floating-point tensors of one dtype and device; q is {q.dtype} on {q.device}, "
+                f"{name} is {tensor.dtype} on {tensor.device}"
+            )
+    batch, heads, _, dim = q.shape
+    kv_batch, kv_heads, key_time, key_dim = k.shape
+    if kv_batch != batch or key_dim != dim:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch and dim")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must agree in batch, heads and time")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"the heads of k ({kv_heads}) must divide those of q ({heads})")
+    if slopes is not None and slopes.shape != (heads,):
+        raise ValueError(f"slopes must have shape ({heads},), one per head, got {tuple(slopes.shape)}")
+    if lengths is not None:
+        if lengths.shape != (batch,) or lengths.is_floating_point():
+            raise ValueError(
+                f"lengths must be integers of shape ({batch},), got {lengths.dtype} {tuple(lengths.shape)}"
+            )
+        lengths = lengths.to(q.device)
+    if documents is not None:
+        if documents.shape != (batch, key_time) or documents.is_floating_point():
+            raise ValueError(
+                f"documents must be integer ids of shape ({batch}, {key_time}), one per key, "
+                f"got {documents.dtype} {tuple(documents.shape)}"
+            )
+        documents = documents.to(q.device)
+    if scale is None:
+        scale = 1 / math.sqrt(dim) if dim else 1.0
+    return Rules(float(scale), causal, None if slopes is None else slopes.to(q.device), lengths, documents)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Alpha,
+    slopes: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    lengths: Tensor | None,
+    documents: Tensor | None,
+) -> tuple[Rules, Alpha]:
+    rules = check_rules(q, k, v, slopes, scale, causal, lengths, documents)
+    if isinstance(alpha, Tensor):
+        if alpha.shape not in ((), (1,), (q.shape[1],)):
+            raise ValueError(f"alpha must be a number or of shape () or ({q.shape[1]},), got {tuple(alpha.shape)}")
+        return rules, alpha.to(q.device)
+    return rules, float(alpha)
+
+
+def _choose(impl: str, q: Tensor, k: Tensor) -> str:
+    if impl == "auto":
+        scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+        return "reference" if scores <= _DENSE_SCORES else "chunked"
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be 'auto' or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    return impl
+
+
+def _by_head(alpha: Alpha) -> Alpha:
+    return alpha.reshape(-1, 1, 1) if isinstance(alpha, Tensor) else alpha
+
+
+@torch.no_grad()
+def _dense_stats(q: Tensor, k: Tensor, rules: Rules, alpha: Alpha) -> RowStats:
+    scores = dense_scores(q, k, rules)
+    p = entmax(scores, _by_head(alpha))
+    tau, support = (part.squeeze(-1) for part in threshold(scores, _by_head(alpha)))
+    return RowStats(tau, support, torch.special.entr(p).sum(-1), p.amax(-1))

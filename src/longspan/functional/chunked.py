@@ -1,0 +1,217 @@
+"""Exact entmax attention in memory linear in the length, forward and backward, in plain PyTorch.
+
+One head and one block of queries at a time: the block's scores are made, solved and dropped; only the anchor of each
+row is kept, from which the backward rebuilds the same weights. Keys that no query of the block can keep are never
+touched: those of the future and, in a head with ALiBi and alpha > 1, those so far back that
+
+    scale |q_i| max_j |k_j| - slope * distance  <=  score(i, i) - 1 / (alpha - 1),
+
+because the row's maximum is at least score(i, i), and nothing 1 / (alpha - 1) or more below the maximum survives.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longspan.functional.entmax import entmax_vjp
+from longspan.functional.scores import Rules, distances, query_positions, score_block
+from longspan.functional.threshold import Alpha, AlphaRange, Anchor, alpha_range, solve, tau_of, weights
+
+_SCORES_AT_ONCE = 1 << 21  # 8 MiB of float32: near the cache, far from the memory
+_MOST_ROWS = 512
+_KEY_BLOCK = 64
+_ROUNDING = 1.001  # on |q| |k|: far above the rounding of a float32 dot product
+
+
+class RowStats(NamedTuple):
+    """Per query row, each (batch, heads, time)."""
+
+    tau: Tensor
+    support: Tensor
+    entropy: Tensor
+    largest: Tensor
+
+
+class _Block(NamedTuple):
+    head: int
+    kv_head: int
+    rows: slice  # of the queries
+    keys: slice
+    positions: Tensor  # of those queries among the keys
+    key_positions: Tensor
+
+
+def chunked_attention(
+    q: Tensor, k: Tensor, v: Tensor, rules: Rules, alpha: Alpha, with_stats: bool
+) -> tuple[Tensor, RowStats | None]:
+    """The output and, if asked for, the statistics of every row."""
+    bounds = alpha_range(alpha)
+    out, *stats = _Chunked.apply(q, k, v, rules.slopes, alpha, rules, bounds, with_stats)
+    return out, RowStats(*stats) if with_stats else None
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slopes: Tensor | None,
+        alpha: Alpha,
+        rules: Rules,
+        bounds: AlphaRange,
+        with_stats: bool,
+    ) -> tuple[Tensor, ...]:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        batch, num_heads, time, _ = q.shape
+        out = q.new_zeros((batch, num_heads, time, v.shape[-1]))
+        anchors = Anchor(*(q.new_zeros((batch, num_heads, time), dtype=dtype) for _ in range(2)))
+        stats = _empty_stats(anchors.score) if with_stats else ()
+        ctx.blocks = []
+        for block in _blocks(q, k, rules, alpha):
+            ctx.blocks.append(block)
+            head, rows = block.head, block.rows
+            scores, head_alpha = _block_scores(q, k, rules, alpha, block, dtype)  # (B, rows, keys)
+            anchor = solve(scores, head_alpha, bounds)
+            p = weights(scores, head_alpha, anchor, bounds)
+            out[:, head, rows] = (p @ v[:, block.kv_head, block.keys].to(dtype)).to(out.dtype)
+            anchors.score[:, head, rows] = anchor.score.squeeze(-1)
+            anchors.weight[:, head, rows] = anchor.weight.squeeze(-1)
+            if with_stats:
+                for stat, value in zip(stats, _row_stats(p, scores, anchor, head_alpha), strict=True):
+                    stat[:, head, rows] = value
+        ctx.save_for_backward(q, k, v, slopes, alpha if isinstance(alpha, Tensor) else None, *anchors)
+        ctx.alpha, ctx.rules, ctx.bounds = (None if isinstance(alpha, Tensor) else alpha), rules, bounds
+        ctx.mark_non_differentiable(*stats)
+        return out, *stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, slopes, alpha_tensor, score, weight = ctx.saved_tensors
+        alpha: Alpha = ctx.alpha if alpha_tensor is None else alpha_tensor
+        rules, bounds = replace(ctx.rules, slopes=slopes), ctx.bounds
+        dtype = score.dtype
+        d_q, d_k, d_v = (torch.zeros_like(tensor, dtype=dtype) for tensor in (q, k, v))
+        wants_slopes = slopes is not None and ctx.needs_input_grad[3]
+        wants_alpha = alpha_tensor is not None and ctx.needs_input_grad[4]
+        d_slopes = torch.zeros_like(slopes, dtype=dtype) if wants_slopes else None
+        d_alpha = torch.zeros(q.shape[1], dtype=dtype, device=q.device) if wants_alpha else None
+        for block in ctx.blocks:
+            head, kv_head, rows, keys = block.head, block.kv_head, block.rows, block.keys
+            scores, head_alpha = _block_scores(q, k, rules, alpha, block, dtype)
+            anchor = Anchor(score[:, head, rows, None], weight[:, head, rows, None])
+            p = weights(scores, head_alpha, anchor, bounds)
+            d_out = grads[0][:, head, rows].to(dtype)
+            d_v[:, kv_head, keys] += p.transpose(-1, -2) @ d_out
+            d_p = d_out @ v[:, kv_head, keys].to(dtype).transpose(-1, -2)
+            d_scores, d_head_alpha = entmax_vjp(p, head_alpha, d_p, bounds, wants_alpha)
+            d_q[:, head, rows] = d_scores @ k[:, kv_head, keys].to(dtype) * rules.scale
+            d_k[:, kv_head, keys] += d_scores.transpose(-1, -2) @ q[:, head, rows].to(dtype) * rules.scale
+            if d_slopes is not None:
+                d_slopes[head] -= (d_scores * distances(block.positions, block.key_positions, dtype)).sum()
+            if d_alpha is not None and d_head_alpha is not None:
+                d_alpha[head] += d_head_alpha.sum()
+        return (
+            d_q.to(q.dtype),
+            d_k.to(k.dtype),
+            d_v.to(v.dtype),
+            None if d_slopes is None else d_slopes.to(slopes.dtype),
+            None if d_alpha is None else d_alpha.sum_to_size(alpha_tensor.shape).to(alpha_tensor.dtype),
+            *(None,) * 3,
+        )
+
+
+def _block_scores(
+    q: Tensor, k: Tensor, rules: Rules, alpha: Alpha, block: _Block, dtype: torch.dtype
+) -> tuple[Tensor, Alpha]:
+    """The scores of one block, (batch, rows, keys), and the alpha of its head."""
+    head = slice(block.head, block.head + 1)
+    queries = q[:, head, block.rows].to(dtype)
+    keys = k[:, block.kv_head : block.kv_head + 1, block.keys].to(dtype)
+    own = replace(rules, slopes=None if rules.slopes is None else rules.slopes[head])
+    scores = score_block(queries, keys, own, block.positions, block.key_positions).squeeze(1)
+    return scores, alpha.to(dtype).expand(q.shape[1])[head] if isinstance(alpha, Tensor) else alpha
+
+
+def _blocks(q: Tensor, k: Tensor, rules: Rules, alpha: Alpha) -> Iterator[_Block]:
+    """Blocks of queries by head, each with the contiguous run of keys that it needs."""
+    batch, num_heads, time, _ = q.shape
+    key_time = k.shape[2]
+    positions = query_positions(time, key_time, q.device)
+    key_positions = torch.arange(key_time, device=q.device)
+    key_limit = key_time if rules.lengths is None else int(rules.lengths.max().clamp(0, key_time))
+    most_rows = max(1, min(_MOST_ROWS, _SCORES_AT_ONCE // max(1, batch * key_time)))
+    slopes = [0.0] * num_heads if rules.slopes is None else rules.slopes.tolist()
+    alphas = alpha.expand(num_heads).tolist() if isinstance(alpha, Tensor) else [alpha] * num_heads
+    offset = key_time - time
+    for head in range(num_heads):
+        kv_head = head // (num_heads // k.shape[1])
+        windowed = rules.causal and slopes[head] > 0 and alphas[head] > 1
+        key_norms = _block_maxima(k[:, kv_head]) if windowed else None
+        for start in range(0, time, most_rows):
+            rows = slice(start, min(start + most_rows, time))
+            stop = min(rows.stop + offset, key_limit) if rules.causal else key_limit
+            if stop <= 0 or (start + offset >= key_limit and rules.lengths is not None):
+                continue  # these queries see nothing and give zeros
+            first = 0
+            if key_norms is not None:
+                own_keys = k[:, kv_head, max(rows.start + offset, 0) : rows.stop + offset]
+                queries = q[:, head, rows.stop - own_keys.shape[1] : rows.stop]
+                first = _first_key(
+                    queries, own_keys, key_norms, slopes[head], alphas[head], rules.scale, rows.stop + offset
+                )
+            if rules.documents is not None:
+                first = max(first, _first_of_documents(rules.documents, positions[rows], stop))
+            keys = slice(first, stop)
+            yield _Block(head, kv_head, rows, keys, positions[rows], key_positions[keys])
+
+
+def _block_maxima(k: Tensor) -> Tensor:
+    """The largest norm in every block of keys, (batch, blocks)."""
+    norms = torch.linalg.vector_norm(k.to(torch.promote_types(k.dtype, torch.float32)), dim=-1)
+    padding = -norms.shape[-1] % _KEY_BLOCK
+    return torch.nn.functional.pad(norms, (0, padding)).unflatten(-1, (-1, _KEY_BLOCK)).amax(-1)
+
+
+def _first_key(
+    q: Tensor, own_keys: Tensor, key_norms: Tensor, slope: float, alpha: float, scale: float, end: int
+) -> int:
+    """The first key that the bound of the module's docstring leaves alive for any of the queries that end at `end`."""
+    q, own_keys = q.to(key_norms.dtype), own_keys.to(key_norms.dtype)
+    reach = torch.linalg.vector_norm(q, dim=-1) * abs(scale) * _ROUNDING  # (B, rows)
+    floor = (
+        (q * own_keys).sum(-1) * scale - 1 / (alpha - 1) - (_ROUNDING - 1) * reach * key_norms.amax(-1, keepdim=True)
+    )
+    positions = torch.arange(end - q.shape[1], end, device=q.device)
+    last_of_block = torch.arange(key_norms.shape[-1], device=q.device) * _KEY_BLOCK + (_KEY_BLOCK - 1)
+    distance = (positions[:, None] - last_of_block).clamp_min(0)  # (rows, blocks)
+    best = reach[..., None] * key_norms[:, None] - slope * distance  # (B, rows, blocks)
+    dead = (best <= floor[..., None]).flatten(0, 1).all(0)  # NaN is never dead
+    return int(dead.long().cumprod(0).sum()) * _KEY_BLOCK
+
+
+def _first_of_documents(documents: Tensor, positions: Tensor, stop: int) -> int:
+    """The first key that shares a document with any of the queries at `positions`."""
+    own = documents[:, positions.clamp_min(0)]
+    shared = (own[:, :, None] == documents[:, None, :stop]).flatten(0, 1).any(0)
+    return int(shared.long().argmax())
+
+
+def _empty_stats(like: Tensor) -> RowStats:
+    """The statistics of rows that see nothing."""
+    return RowStats(
+        torch.full_like(like, torch.inf), torch.zeros_like(like, dtype=torch.long), like.clone(), like.clone()
+    )
+
+
+def _row_stats(p: Tensor, scores: Tensor, anchor: Anchor, alpha: Alpha) -> RowStats:
+    tau = tau_of(anchor, alpha)
+    sees_nothing = scores.amax(-1, keepdim=True) == -torch.inf
+    tau = torch.where(sees_nothing, torch.inf, tau).squeeze(-1)
+    return RowStats(tau, (p > 0).sum(-1), torch.special.entr(p).sum(-1), p.amax(-1))

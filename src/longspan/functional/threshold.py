@@ -1,0 +1,236 @@
+"""Solvers for alpha-entmax: where the cut lies, to the last bits of the dtype.
+
+With ``a = alpha - 1``, alpha-entmax is ``p_i = [a s_i - tau]_+ ** (1/a)`` with tau such that the row sums to one.
+Tau itself is a poor thing to store: for alpha near 1 every ``a s_i - tau`` is near 1 and is raised to a huge power,
+and for large alpha one ulp of tau moves a small weight from 0 to 0.1. Both are cured by naming an *anchor*: one
+element of the support, its score ``s_0`` and its weight ``p_0``, which give every other weight as
+
+    p_i = [a (s_i - s_0) + p_0 ** a]_+ ** (1/a).
+
+For alpha <= 2 the anchor is the row's maximum: the row sum is convex in ``p_0``, so Newton's method from ``p_0 = 1``
+falls monotonically to the root; as alpha tends to 1 the sum becomes linear, and one step gives softmax. For
+alpha > 2 the anchor is the smallest survivor: found by bisection over the sorted row, after which the sum is an
+l_a norm in ``p_0``, convex again. Everything works on the last dimension and knows nothing of autograd.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Alpha = float | Tensor
+
+# Newton needed at most 17 steps in float64 over alpha in [1, 64], n up to 2^20 and the rows of the solver's tests.
+# Devices that should not wait for the host run this many without looking.
+NEWTON_STEPS = 24
+
+
+class Anchor(NamedTuple):
+    """One supported element of every row: its score and its weight, shapes ``(..., 1)``."""
+
+    score: Tensor
+    weight: Tensor
+
+
+class AlphaRange(NamedTuple):
+    """The least and the greatest alpha in a call, which decide the branches that run."""
+
+    low: float
+    high: float
+
+
+def alpha_range(alpha: Alpha) -> AlphaRange:
+    """The range of `alpha`; raises if any is not a finite number >= 1."""
+    if isinstance(alpha, Tensor):
+        if _in_graph(alpha):  # reading a value here would break the graph: cover every case instead
+            return AlphaRange(1.0, math.inf)
+        if alpha.numel() == 0:
+            return AlphaRange(1.5, 1.5)
+        low, high = (float(bound) for bound in alpha.detach().aminmax())
+    else:
+        low = high = float(alpha)
+    if not (low >= 1.0 and high < math.inf):
+        raise ValueError(f"alpha must be a finite number >= 1, got values from {low} to {high}")
+    return AlphaRange(low, high)
+
+
+def solve(scores: Tensor, alpha: Alpha, bounds: AlphaRange) -> Anchor:
+    """The anchor of every row of `scores`; `alpha` is a float or a tensor of shape ``(..., 1)``."""
+    if bounds.high <= 2:
+        return _anchor_at_maximum(scores, alpha)
+    if bounds.low > 2:
+        return _anchor_at_edge(scores, alpha)
+    assert isinstance(alpha, Tensor)
+    dense = _anchor_at_maximum(scores, alpha.clamp_max(2))
+    sparse = _anchor_at_edge(scores, alpha.clamp_min(2))
+    at_edge = alpha > 2
+    return Anchor(torch.where(at_edge, sparse.score, dense.score), torch.where(at_edge, sparse.weight, dense.weight))
+
+
+def weights(scores: Tensor, alpha: Alpha, anchor: Anchor, bounds: AlphaRange) -> Tensor:
+    """The weights ``p`` of every row, given its anchor."""
+    if isinstance(alpha, Tensor) and bounds.low <= 2 < bounds.high:
+        dense = _weights_below(scores, alpha.clamp_max(2), anchor)
+        return torch.where(alpha > 2, _weights_above(scores, alpha.clamp_min(2), anchor), dense)
+    return (_weights_below if bounds.high <= 2 else _weights_above)(scores, alpha, anchor)
+
+
+def tau_of(anchor: Anchor, alpha: Alpha) -> Tensor:
+    """The paper's threshold, ``p_i > 0 iff (alpha-1) s_i > tau``; it tends to -1 as alpha tends to 1."""
+    a = alpha - 1
+    return a * anchor.score - anchor.weight**a
+
+
+def _anchor_at_maximum(scores: Tensor, alpha: Alpha) -> Anchor:
+    top = _finite_maximum(scores)
+    gap = scores - top  # (..., n), <= 0
+    if not isinstance(alpha, Tensor) and alpha == 1:
+        return Anchor(top, gap.exp_().sum(-1, keepdim=True).clamp_min_(1).reciprocal_())
+    moments = _MOMENTS.get(alpha, _moments) if not isinstance(alpha, Tensor) else _moments
+    weight = torch.ones_like(top)
+    for _ in range(NEWTON_STEPS):
+        mass, slope = moments(gap, weight, alpha)
+        residual = mass - 1
+        weight = weight - residual / slope.clamp_min(1)  # the maximum itself contributes 1
+        if _converged(residual):
+            break
+        if moments is _moments:
+            gap = _drop_the_dead(gap, weight, alpha)
+    return Anchor(top, weight)
+
+
+def _anchor_at_edge(scores: Tensor, alpha: Alpha) -> Anchor:
+    a = alpha - 1
+    ordered = _candidates(scores, a)  # (..., m), descending
+    rank = torch.arange(ordered.shape[-1], device=scores.device)
+    inside = torch.zeros_like(ordered[..., :1], dtype=torch.long)  # the maximum is always in
+    outside = torch.full_like(inside, ordered.shape[-1])
+    for _ in range(ordered.shape[-1].bit_length()):
+        middle = (inside + outside) // 2
+        edge = ordered.gather(-1, middle)
+        survives = ((ordered - edge) * a).clamp_min_(0).pow_(1 / a).sum(-1, keepdim=True) < 1
+        inside = torch.where(survives, middle, inside)
+        outside = torch.where(survives, outside, torch.maximum(middle, inside + 1))
+    edge = ordered.gather(-1, inside)
+    size = inside + 1
+    gap = torch.where(rank < size, (ordered - edge) * a, -1)  # (..., m), >= 0 on the support
+    weight = size.to(scores.dtype).reciprocal()
+    for _ in range(NEWTON_STEPS):
+        p = torch.where(gap > 0, (gap.clamp_min(0) + weight**a).pow(1 / a), weight)
+        p = torch.where(gap < 0, math.inf, p)  # so that (weight / p) vanishes off the support
+        slope = (weight / p).pow(a - 1).sum(-1, keepdim=True)
+        residual = torch.where(gap < 0, 0, p).sum(-1, keepdim=True) - 1
+        weight = weight - residual / slope.clamp_min(1)
+        if _converged(residual):
+            break
+    return Anchor(torch.where(edge == -math.inf, 0, edge), weight)
+
+
+def _converged(residual: Tensor) -> bool:
+    """Whether the step just taken was the last: it roughly squared this excess of the row sum over one.
+
+    A row that is NaN or sees nothing compares false and does not hold up the others.
+    """
+    if not _may_branch_on_values(residual):
+        return False
+    return not bool((residual > torch.finfo(residual.dtype).eps ** 0.85).any())
+
+
+def _drop_the_dead(gap: Tensor, weight: Tensor, alpha: Alpha) -> Tensor:
+    """`gap` with its survivors packed to the left, if they are few: the weight only falls, so the dead stay dead."""
+    width = gap.shape[-1]
+    if width < 256 or not _may_branch_on_values(gap):
+        return gap
+    a = alpha - 1
+    alive = gap.reshape(-1, width) > (-(weight**a) / a).reshape(-1, 1)
+    counts = alive.to(gap.dtype).sum(-1).long()
+    most = int(counts.max())
+    if most > width // 4:
+        return gap
+    place = alive.view(-1).nonzero().squeeze(-1)
+    row = place // width
+    column = torch.arange(len(place)) - (counts.cumsum(0) - counts)[row]
+    packed = gap.new_full((len(counts), most), -math.inf)
+    packed[row, column] = gap.reshape(-1)[place]
+    return packed.view(*gap.shape[:-1], most)
+
+
+def _candidates(scores: Tensor, a: Alpha) -> Tensor:
+    """The scores that can survive, sorted; few, so that a CPU does not sort whole rows."""
+    if not _may_branch_on_values(scores):
+        return scores.sort(-1, descending=True).values
+    floor = _finite_maximum(scores) - 1 / a
+    most = int((scores - floor).clamp_min_(0).sign_().sum(-1).nan_to_num_(1).max())
+    return scores.topk(max(most, 1), dim=-1).values
+
+
+def _weights_below(scores: Tensor, alpha: Alpha, anchor: Anchor) -> Tensor:
+    a = alpha - 1
+    if not isinstance(alpha, Tensor):
+        if alpha == 1:
+            return (scores - anchor.score).exp_().mul_(anchor.weight)
+        if alpha in _MOMENTS:
+            u = (scores - anchor.score).mul_(a).add_(anchor.weight**a).clamp_min_(0)
+            return u if alpha == 2 else u.square_()
+    return _relative_weight(scores - anchor.score, anchor.weight, alpha)[0].mul_(anchor.weight)
+
+
+def _weights_above(scores: Tensor, alpha: Alpha, anchor: Anchor) -> Tensor:
+    a = alpha - 1
+    gap = scores - anchor.score
+    p = (gap * a).add_(anchor.weight**a).pow_(1 / a)
+    # Ties of the anchor keep its weight even where weight ** a underflows; below it rounding must not let any in.
+    return torch.where(gap < 0, 0, torch.where(gap == 0, anchor.weight, p))
+
+
+def _relative_weight(gap: Tensor, weight: Tensor, alpha: Alpha) -> tuple[Tensor, Tensor]:
+    """``p / weight`` and ``u = (p / weight) ** a`` for any alpha in [1, 2]; alpha = 1 is its own limit."""
+    tiny = torch.finfo(gap.dtype).tiny ** 0.5
+    a = (alpha - 1).clamp_min(tiny) if isinstance(alpha, Tensor) else max(alpha - 1, tiny)
+    if not isinstance(a, Tensor) and a >= 0.25:  # one transcendental function instead of two
+        u = (gap * (a / weight**a)).add_(1).clamp_min_(0)
+        return u.pow(1 / a), u
+    u_minus_1 = (gap * (a / weight**a)).clamp_min_(-1)
+    return torch.log1p(u_minus_1).div_(a).exp_(), u_minus_1.add_(1)
+
+
+def _moments(gap: Tensor, weight: Tensor, alpha: Alpha) -> tuple[Tensor, Tensor]:
+    """The row sum of p and its derivative in the anchor's weight, ``sum (p / weight) ** (2 - alpha)``."""
+    relative, u = _relative_weight(gap, weight, alpha)
+    mass = relative.sum(-1, keepdim=True) * weight
+    slope = relative.div_(u.clamp_min_(torch.finfo(gap.dtype).tiny)).sum(-1, keepdim=True)
+    return mass, slope
+
+
+def _moments_entmax15(gap: Tensor, weight: Tensor, alpha: Alpha) -> tuple[Tensor, Tensor]:
+    root = weight.sqrt()
+    u = gap.mul(0.5).add_(root).clamp_min_(0)
+    slope = u.sum(-1, keepdim=True) / root
+    return u.square_().sum(-1, keepdim=True), slope
+
+
+def _moments_sparsemax(gap: Tensor, weight: Tensor, alpha: Alpha) -> tuple[Tensor, Tensor]:
+    u = gap.add(weight).clamp_min_(0)
+    mass = u.sum(-1, keepdim=True)
+    return mass, u.sign_().sum(-1, keepdim=True)
+
+
+# The two alphas whose powers need no transcendental function.
+_MOMENTS = {1.5: _moments_entmax15, 2.0: _moments_sparsemax}
+
+
+def _finite_maximum(scores: Tensor) -> Tensor:
+    """The row maximum, and 0 for a row that is all -inf, so that ``scores - maximum`` stays -inf there."""
+    top = scores.amax(-1, keepdim=True)
+    return torch.where(top == -math.inf, 0, top)
+
+
+def _may_branch_on_values(tensor: Tensor) -> bool:
+    """A CPU can look at values for free; elsewhere a look makes the host wait, and in a captured graph it fails."""
+    return tensor.device.type == "cpu" and not _in_graph(tensor)
+
+
+def _in_graph(tensor: Tensor) -> bool:
+    """Whether this call is being captured, where control flow must not depend on values."""
+    return torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
