@@ -1,5 +1,6 @@
 """Attention that keeps its focus at contexts far longer than it was trained on."""
 
+from longspan import nn
 from longspan.functional import (
     AttentionStats,
     attention,
@@ -10,6 +11,7 @@ from longspan.functional import (
     threshold,
     which_impl,
 )
+from longspan.nn import methods
 
 __version__ = "0.1.0"
 
@@ -19,6 +21,8 @@ __all__ = [
     "attention_weights",
     "entmax",
     "entmax15",
+    "methods",
+    "nn",
     "sparsemax",
     "threshold",
     "which_impl",

@@ -1,0 +1,128 @@
+"""The attention layer: projections, and whatever normaliser, scaler and position it is given."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from longspan.functional import attention
+from longspan.functional.attention import check_rules
+from longspan.functional.reference import dense_attention
+from longspan.functional.scores import Rules, visible_tokens
+from longspan.nn.cache import KVCache
+from longspan.nn.normalizers import Normalizer
+from longspan.nn.positions import Position
+from longspan.nn.scalers import Scaler
+
+
+def width_of_head(dim: int, num_heads: int) -> int:
+    """dim / num_heads, where that is whole."""
+    if dim % num_heads:
+        raise ValueError(f"num_heads ({num_heads}) does not divide dim ({dim}): give a head_dim")
+    return dim // num_heads
+
+
+class Attention(nn.Module):
+    """Multi-head attention composed of parts.
+
+    Args:
+        dim: width of the input and output.
+        num_heads, num_kv_heads, head_dim: `num_kv_heads` defaults to `num_heads`, `head_dim` to dim / num_heads.
+        normalizer, scaler, position: the parts. `longspan.nn.build_attention` makes them from a method's name.
+        query_norm, key_norm: optional modules on each head's queries and keys, for instance ``nn.RMSNorm(head_dim)``.
+        scale: of the scores, 1/sqrt(head_dim) by default.
+        impl: of `longspan.attention`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        normalizer: Normalizer,
+        scaler: Scaler,
+        position: Position,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        query_norm: nn.Module | None = None,
+        key_norm: nn.Module | None = None,
+        scale: float | None = None,
+        causal: bool = True,
+        impl: str = "auto",
+    ):
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads ({num_kv_heads}) must divide num_heads ({num_heads})")
+        if normalizer.ordered and not causal:
+            raise ValueError(f"{type(normalizer).__name__} depends on the order of the past: it needs causal attention")
+        self.head_dim = width_of_head(dim, num_heads) if head_dim is None else head_dim
+        self.scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
+        self.causal, self.impl = causal, impl
+        self.normalizer, self.scaler, self.position = normalizer, scaler, position
+        self.query_norm = nn.Identity() if query_norm is None else query_norm
+        self.key_norm = nn.Identity() if key_norm is None else key_norm
+        self.query = nn.Linear(dim, num_heads * self.head_dim, bias=False)
+        self.key = nn.Linear(dim, self.num_kv_heads * self.head_dim, bias=False)
+        self.value = nn.Linear(dim, self.num_kv_heads * self.head_dim, bias=False)
+        self.output = nn.Linear(num_heads * self.head_dim, dim, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """(batch, time, dim) to the same.
+
+        Args:
+            lengths: (batch,), right padding.
+            documents: (batch, time) ids of packed documents. To pad on the left, give the padding an id of its own.
+            cache: the tokens before `x`; `x` is added to it.
+        """
+        if cache is not None and (lengths is not None or not self.causal):
+            raise ValueError("a cache needs causal attention and no right padding: pad on the left with `documents`")
+        v = self._split(self.value(x))  # (B, H_kv, T, D)
+        # Under autocast a norm may answer in float32; the three must agree.
+        q = self.query_norm(self._split(self.query(x))).to(v.dtype)  # (B, H, T, D)
+        k = self.key_norm(self._split(self.key(x))).to(v.dtype)  # (B, H_kv, T, D)
+        past = 0 if cache is None else len(cache)
+        positions = torch.arange(past, past + x.shape[1], device=x.device)
+        q, k = self.position.rotate(q, positions), self.position.rotate(k, positions)
+        if cache is not None:
+            k, v, documents = cache.append(k, v, documents)
+        rules = check_rules(q, k, v, self.position.slopes, self.scale, self.causal, lengths, documents)
+        out = self._attend(self._scaled(q, x, rules, k.shape[2]), k, v, rules)  # (B, H, T, D)
+        return self.output(out.transpose(1, 2).flatten(2))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _scaled(self, q: Tensor, x: Tensor, rules: Rules, key_time: int) -> Tensor:
+        n = visible_tokens(rules, q.shape[2], key_time, q.shape[0], q.device)  # (B, T)
+        scale = self.scaler(x, n)  # (B, H, T)
+        if scale is None:
+            return q
+        return q * torch.where(self.position.scaled[:, None], scale, 1).to(q.dtype)[..., None]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
+        form = self.normalizer.entmax_form()
+        if form is None:
+            return dense_attention(q, k, v, rules, self.normalizer)
+        out = attention(
+            q,
+            k,
+            v,
+            alpha=form.alpha,
+            slopes=None if rules.slopes is None else rules.slopes / form.temperature,
+            scale=rules.scale / form.temperature,
+            causal=rules.causal,
+            lengths=rules.lengths,
+            documents=rules.documents,
+            impl=self.impl,
+        )
+        assert isinstance(out, Tensor)
+        return out

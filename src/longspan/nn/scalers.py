@@ -1,0 +1,105 @@
+"""Scalers: a number per query and head that multiplies the query, as a function of the visible length n and content.
+
+`log_length` is log(n + 1), so that the first token sees log 2 and a negative power of it stays finite; the paper's
+released code counts so too.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+def log_length(n: Tensor, x: Tensor) -> Tensor:
+    """log(n + 1) of the number of visible tokens, in the precision of `x` or float32, whichever is higher."""
+    return n.to(torch.promote_types(x.dtype, torch.float32)).log1p()
+
+
+class Scaler(nn.Module):
+    """From the layer's input (batch, time, dim) and n (batch, time) to multipliers (batch, heads, time), or None."""
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor | None:
+        raise NotImplementedError
+
+
+class NoScale(Scaler):
+    """Queries stay as they are."""
+
+    def forward(self, x: Tensor, n: Tensor) -> None:
+        return None
+
+
+class SSMax(Scaler):
+    """delta + s log n, s learned per head (Nakanishi 2025)."""
+
+    def __init__(self, dim: int, num_heads: int, delta: float = 0.0):
+        super().__init__()
+        self.s = nn.Parameter(1 + 0.01 * torch.randn(num_heads))
+        self.delta = delta
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        return self.delta + self.s[:, None] * log_length(n, x)[:, None]  # (B, H, T)
+
+
+class Scalable(Scaler):
+    """delta + beta (log n)^gamma, beta and gamma learned per head (SEntmax)."""
+
+    def __init__(self, dim: int, num_heads: int, delta: float = 1.0):
+        super().__init__()
+        self.beta = nn.Parameter(torch.empty(num_heads).uniform_(0.1, 1))
+        self.gamma = nn.Parameter(0.1 * torch.randn(num_heads))
+        self.delta = delta
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        power = log_length(n, x)[:, None] ** self.gamma[:, None]  # (B, H, T)
+        return self.delta + self.beta[:, None] * power
+
+
+class Adaptive(Scaler):
+    """delta + beta (log n)^gamma with beta = softplus(x w_beta), gamma = s tanh(x w_gamma) (ASEntmax, ASSMax).
+
+    Args:
+        delta, gamma_range: the paper's delta and s.
+        gamma: a number fixes gamma for every query, as in the paper's Max Retrieval rows; None learns it.
+        initial_beta: beta at the start, for every query: the projections start at zero, so that the scale starts at
+            delta + initial_beta. None draws them like any linear layer, as the released code does; there the scale
+            starts anywhere from 1 to 20, and training often does not recover.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        delta: float = 1.0,
+        gamma_range: float = 2.0,
+        gamma: float | None = None,
+        initial_beta: float | None = 0.05,
+    ):
+        super().__init__()
+        self.delta, self.gamma_range = delta, gamma_range
+        self.beta = nn.Linear(dim, num_heads)
+        self.gamma = nn.Linear(dim, num_heads) if gamma is None else float(gamma)
+        if initial_beta is not None:
+            if not initial_beta > 0:
+                raise ValueError(f"initial_beta must be positive, got {initial_beta}")
+            nn.init.zeros_(self.beta.weight)
+            nn.init.constant_(self.beta.bias, math.log(math.expm1(initial_beta)))  # softplus's inverse
+            if isinstance(self.gamma, nn.Linear):
+                nn.init.zeros_(self.gamma.weight)
+                nn.init.zeros_(self.gamma.bias)
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        log_n = log_length(n, x)[..., None]  # (B, T, 1)
+        beta = nn.functional.softplus(self.beta(x).to(log_n.dtype))  # (B, T, H)
+        gamma = self.gamma
+        if isinstance(gamma, nn.Linear):
+            gamma = self.gamma_range * gamma(x).to(log_n.dtype).tanh()
+        return (self.delta + beta * log_n**gamma).transpose(1, 2)  # (B, H, T)
+
+
+SCALERS: dict[str, type[Scaler]] = {
+    "none": NoScale,
+    "ssmax": SSMax,
+    "scalable": Scalable,
+    "adaptive": Adaptive,
+}
