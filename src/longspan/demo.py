@@ -1,0 +1,223 @@
+"""The paper's story on a laptop: train on at most 16 items, look at 4096.
+
+Six ways to normalise attention learn Max Retrieval with the same model, data, optimiser and number of steps, several
+at a time in processes of one thread each. Rows are written as they are measured.
+"""
+
+import math
+import multiprocessing
+import os
+import queue
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from longspan.nn import Adaptive, AdaptiveTemperature, Entmax, Normalizer, NoScale, Scaler, Softmax, SSMax, TopK
+from longspan.nn.retriever import Retriever
+from longspan.paper.max_retrieval import ACCURACY as PAPER
+from longspan.paper.max_retrieval import LENGTHS
+from longspan.plots import Panel, draw
+from longspan.results import Row
+from longspan.tasks.max_retrieval import MaxRetrieval
+
+TASK = MaxRetrieval()
+WIDTH = 128
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A method of the demo.
+
+    `at_inference` are normalisers that take the place of the trained one, nothing retrained, each a row of its own.
+    """
+
+    name: str
+    paper_row: str
+    normalizer: Callable[[], Normalizer]
+    scaler: Callable[[], Scaler] = NoScale
+    at_inference: tuple[tuple[str, Callable[[], Normalizer]], ...] = ()
+
+
+CONTESTANTS = (
+    Contestant("softmax", "softmax", Softmax, at_inference=(("adaptive temperature", AdaptiveTemperature),)),
+    Contestant("asentmax", "asentmax, gamma 3", Entmax, lambda: Adaptive(WIDTH, 1, gamma=3.0)),
+    Contestant("ssmax", "ssmax", Softmax, lambda: SSMax(WIDTH, 1)),
+    Contestant("entmax 1.5", "entmax 1.5", Entmax),
+    Contestant("top-2", "top-2", lambda: TopK(k=2)),
+)
+
+PAPER_ROWS = {contestant.name: contestant.paper_row for contestant in CONTESTANTS} | {
+    "adaptive temperature": "adaptive temperature"
+}
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """As the original (5 to 16 items, batch 128, Adam at 1e-3, width 128) but for 5,000 steps instead of 100,000,
+    made up for by a cosine decay of the learning rate."""
+
+    steps: int = 5000
+    batch: int = 128
+    shortest: int = 5
+    longest: int = 16
+    learning_rate: float = 1e-3
+    weight_decay: float = 1e-3
+    warmup: int = 100
+    samples: int = 1000
+    lengths: tuple[int, ...] = LENGTHS
+    seed: int = 0
+
+
+class Progress(NamedTuple):
+    """A contestant's state: steps done (or lengths measured) of how many, and a word on it."""
+
+    name: str
+    stage: str
+    done: int
+    total: int
+    note: str
+
+
+Event = Progress | Row
+Report = Callable[[Event], None]
+
+
+def train(model: Retriever, config: DemoConfig) -> Iterator[tuple[int, float]]:
+    """Train `model` in place, yielding the number of steps done and the loss."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config))
+    generator = torch.Generator().manual_seed(config.seed)
+    for step in range(1, config.steps + 1):
+        length = int(torch.randint(config.shortest, config.longest + 1, (), generator=generator))
+        batch = TASK.sample(config.batch, length, generator=generator)
+        loss = nn.functional.cross_entropy(model(batch.items, batch.query).logits, batch.target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        yield step, loss.item()
+
+
+def _rate(step: int, config: DemoConfig) -> float:
+    warmup = min(1.0, (step + 1) / config.warmup)
+    return warmup * 0.5 * (1 + math.cos(math.pi * step / config.steps))
+
+
+@torch.no_grad()
+def evaluate(model: Retriever, length: int, config: DemoConfig) -> Row:
+    """Accuracy in percent and the mean weight on the true maximum, on samples that training never drew."""
+    generator = torch.Generator().manual_seed(config.seed + 1_000_003 * length)
+    right, weight = 0, 0.0
+    at_once = max(1, min(config.samples, (1 << 16) // length))
+    for start in range(0, config.samples, at_once):
+        batch = TASK.sample(min(at_once, config.samples - start), length, generator=generator)
+        logits, weights = model(batch.items, batch.query)
+        right += int((logits.argmax(-1) == batch.target).sum())
+        weight += float(weights.gather(1, batch.best[:, None]).sum())
+    return {
+        "length": length,
+        "accuracy": 100 * right / config.samples,
+        "weight_on_maximum": weight / config.samples,
+        "samples": config.samples,
+    }
+
+
+def compete(contestant: Contestant, config: DemoConfig, report: Report) -> None:
+    """Train one contestant and measure it, reporting progress and rows."""
+    torch.manual_seed(config.seed)
+    model = Retriever(TASK.num_classes, WIDTH, contestant.normalizer(), contestant.scaler())
+    for step, loss in train(model, config):
+        if step % 50 == 0 or step == config.steps:
+            report(Progress(contestant.name, "train", step, config.steps, f"loss {loss:.4f}"))
+    stages = [(contestant.name, model.normalizer), *((name, make()) for name, make in contestant.at_inference)]
+    lengths = [(name, normalizer, length) for length in config.lengths for name, normalizer in stages]
+    for done, (name, model.normalizer, length) in enumerate(lengths, start=1):
+        row = evaluate(model, length, config)
+        report({"task": "max_retrieval", "method": name, "seed": config.seed, "steps": config.steps} | row)
+        note = f"{row['accuracy']:.1f} % at {length}"
+        report(Progress(contestant.name, "measure", done, len(lengths), note))
+
+
+def run(config: DemoConfig, contestants: Iterable[Contestant] = CONTESTANTS) -> Iterator[Event]:
+    """Run every contestant, as many at a time as there are cores, and yield what they report.
+
+    Leaving the iterator early, by Ctrl-C for instance, ends the processes.
+    """
+    names = [contestant.name for contestant in contestants]
+    context = multiprocessing.get_context("spawn")
+    events: Any = context.Queue()
+    with context.Pool(min(os.cpu_count() or 1, len(names)), _start_worker, (events,)) as pool:
+        results = [pool.apply_async(_compete_by_name, (name, config)) for name in names]
+        while True:
+            finished = all(result.ready() for result in results)
+            try:
+                yield events.get(timeout=0.2)
+            except queue.Empty:
+                if finished:
+                    break
+            for result in results:
+                if result.ready():
+                    result.get()  # raises what the worker raised
+
+
+_events: Any = None
+
+
+def _start_worker(events: Any) -> None:
+    global _events
+    _events = events
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    torch.set_num_threads(1)
+
+
+def _compete_by_name(name: str, config: DemoConfig) -> None:
+    contestant = next(contestant for contestant in CONTESTANTS if contestant.name == name)
+    compete(contestant, config, _events.put)
+
+
+def curves(rows: Iterable[Row], key: str) -> dict[str, dict[int, float]]:
+    """`key` by method and length, in the order of `PAPER_ROWS`."""
+    found: dict[str, dict[int, float]] = {name: {} for name in PAPER_ROWS}
+    for row in rows:
+        found[row["method"]][row["length"]] = row[key]
+    return {name: dict(sorted(curve.items())) for name, curve in found.items() if curve}
+
+
+def draw_figures(rows: list[Row], config: DemoConfig, folder: Path) -> list[Path]:
+    """`accuracy.png` and `attention.png`, from whatever rows there are."""
+    accuracy, attention = folder / "accuracy.png", folder / "attention.png"
+    measured = curves(rows, "accuracy")
+    draw(
+        [
+            Panel(
+                title=f"Max Retrieval: trained on at most {config.longest} items",
+                y_label="accuracy (%)",
+                curves=measured,
+                dotted={name: PAPER[PAPER_ROWS[name]] for name in measured},
+                dotted_label="the paper",
+                trained_to=config.longest,
+                y_limits=(0, 103),
+            )
+        ],
+        accuracy,
+    )
+    draw(
+        [
+            Panel(
+                title="How much of the attention the maximum keeps",
+                y_label="mean weight on the maximum",
+                curves=curves(rows, "weight_on_maximum"),
+                trained_to=config.longest,
+                y_limits=(0, 1.03),
+            )
+        ],
+        attention,
+    )
+    return [accuracy, attention]

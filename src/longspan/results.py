@@ -1,0 +1,67 @@
+"""Result rows: one JSON object a line, appended as they are measured and never rewritten."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+
+def append_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Append `rows` to `path`; they are on disk when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of `path`; a last line cut short by a crash is left out, any other damage is an error."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                return
+            raise ValueError(f"{path}, line {number}: not a JSON row ({error})") from error
+
+
+def provenance() -> Row:
+    """Where and how the rows of this run were made."""
+    return {
+        "commit": _commit(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _commit() -> str | None:
+    """The checked-out commit of the source tree, marked if the tree differs from it; None outside of one."""
+    here = Path(__file__).parent
+    run = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+    )
+    return run.stdout.strip() or None
+
+
+def _processor() -> str:
+    names = [line.split(":", 1)[1].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []

@@ -1,0 +1,1 @@
+"""Synthetic tasks, one file each, sampled on the fly on any device."""

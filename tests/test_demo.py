@@ -1,0 +1,119 @@
+"""Max Retrieval from the sampler to the figures, at a size for seconds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from longspan import demo
+from longspan.cli import app
+from longspan.nn import Adaptive, Entmax
+from longspan.nn.retriever import Retriever
+from longspan.paper.max_retrieval import ACCURACY, LENGTHS
+from longspan.results import append_rows, provenance, read_rows
+from longspan.tasks.max_retrieval import MaxRetrieval
+
+TINY = demo.DemoConfig(steps=4, samples=20, lengths=(16, 64))
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 301])
+def test_the_target_is_the_class_of_the_largest_item(length: int) -> None:
+    batch = MaxRetrieval().sample(500, length, generator=torch.Generator().manual_seed(length))
+    assert batch.items.shape == (500, length, 11)
+    for items, target, best in zip(batch.items.tolist(), batch.target.tolist(), batch.best.tolist(), strict=True):
+        priorities = [item[0] for item in items]
+        winner = priorities.index(max(priorities))
+        assert winner == best
+        assert items[winner][1:].index(1.0) == target
+        assert all(sorted(item[1:]) == [0.0] * 9 + [1.0] for item in items)
+
+
+def test_samples_come_from_the_generator() -> None:
+    first, again, other = (MaxRetrieval().sample(4, 9, generator=torch.Generator().manual_seed(s)) for s in (3, 3, 4))
+    assert torch.equal(first.items, again.items)
+    assert not torch.equal(first.items, other.items)
+    with pytest.raises(ValueError, match="at least one item"):
+        MaxRetrieval().sample(4, 0)
+
+
+def test_the_retriever_is_attention_over_projected_items() -> None:
+    torch.manual_seed(0)
+    model = Retriever(10, 16, Entmax(), Adaptive(16, 1, gamma=3.0, initial_beta=None)).double()
+    batch = MaxRetrieval().sample(5, 12)
+    items, query = batch.items.double(), batch.query.double()
+    logits, weights = model(items, query)
+    # Written out: project every item, then attend.
+    x, asked = model.embed_items(items), model.embed_query(query)[:, None]
+    scale = model.scaler(asked, torch.full((5, 1), 12))
+    scores = (model.query(asked) * scale) @ model.key(x).transpose(1, 2) / 4
+    expected = Entmax()(scores)
+    torch.testing.assert_close(weights[:, None], expected)
+    torch.testing.assert_close(logits, model.answer(expected @ model.value(x)).squeeze(1))
+
+
+@pytest.mark.parametrize("contestant", demo.CONTESTANTS, ids=lambda contestant: contestant.name)
+def test_each_contestant_trains_and_is_measured(contestant: demo.Contestant) -> None:
+    events: list[demo.Event] = []
+    demo.compete(contestant, TINY, events.append)
+    rows = [event for event in events if isinstance(event, dict)]
+    methods = {contestant.name, *(name for name, _ in contestant.at_inference)}
+    assert {(row["method"], row["length"]) for row in rows} == {(m, n) for m in methods for n in TINY.lengths}
+    assert all(0 <= row["accuracy"] <= 100 and 0 <= row["weight_on_maximum"] <= 1 for row in rows)
+    assert all(name in demo.PAPER_ROWS for name in methods)
+
+
+def test_the_same_seed_gives_the_same_rows() -> None:
+    def rows() -> list[demo.Event]:
+        events: list[demo.Event] = []
+        demo.compete(demo.CONTESTANTS[1], TINY, events.append)
+        return events
+
+    assert rows() == rows()
+
+
+def test_a_little_training_learns_the_task() -> None:
+    events: list[demo.Event] = []
+    contestant = next(contestant for contestant in demo.CONTESTANTS if contestant.name == "asentmax")
+    demo.compete(contestant, demo.DemoConfig(steps=300, samples=300, lengths=(16,)), events.append)
+    (row,) = (event for event in events if isinstance(event, dict))
+    assert row["accuracy"] > 90
+
+
+def test_the_command_writes_rows_and_figures_and_shows_the_paper(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--steps", "2", "--samples", "3"])
+    assert result.exit_code == 0, result.output
+    rows = list(read_rows(tmp_path / "rows.jsonl"))
+    assert len(rows) == 6 * len(LENGTHS)
+    assert {"commit", "command", "device", "torch"} <= rows[0].keys()
+    assert "62.7" in result.output
+    for figure in ("accuracy.png", "attention.png"):
+        assert (tmp_path / figure).read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*.part.png"))
+
+
+def test_methods_command_lists_every_method() -> None:
+    result = CliRunner().invoke(app, ["methods"])
+    assert result.exit_code == 0
+    assert "asentmax" in result.output
+
+
+def test_rows_survive_a_crash_and_tell_of_damage(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "rows.jsonl"
+    append_rows(path, [{"a": 1}, {"a": 2}])
+    append_rows(path, [{"a": 3}])
+    assert [row["a"] for row in read_rows(path)] == [1, 2, 3]
+    with path.open("a") as file:
+        file.write('{"a": 4')
+    assert [row["a"] for row in read_rows(path)] == [1, 2, 3]
+    path.write_text('{"a": 1}\n{"a"\n{"a": 3}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        list(read_rows(path))
+    assert json.dumps(provenance())
+
+
+def test_the_papers_table_is_whole() -> None:
+    assert all(tuple(row) == LENGTHS for row in ACCURACY.values())
+    assert ACCURACY["asentmax, gamma 3"][4096] == 62.7
+    assert set(demo.PAPER_ROWS.values()) <= set(ACCURACY)
