@@ -9,7 +9,7 @@ one item however many there are, which makes the task a plain probe of dispersio
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,10 @@ class MaxRetrievalBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class MaxRetrieval:
-    """The task; `num_classes` is 10 in the original."""
+    """The task; `num_classes` is 10 in the original. Not for the decoder: `longspan demo` runs it."""
+
+    name: ClassVar[str] = "max_retrieval"
+    summary: ClassVar[str] = "name the class of the item with the highest priority"
 
     num_classes: int = 10
 
