@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from longspan.functional.chunked import RowStats, chunked_attention
+from longspan.functional.chunked import RowStats, chunked_attention, empty_stats
 from longspan.functional.entmax import entmax, threshold
 from longspan.functional.reference import dense_attention, dense_scores
 from longspan.functional.scores import Rules
@@ -15,8 +15,8 @@ from longspan.functional.threshold import Alpha
 
 IMPLEMENTATIONS = ("reference", "chunked")
 
-# Above this many scores (64 MiB of float32) "auto" gives up the square of them for blocks.
-_DENSE_SCORES = 1 << 24
+# Above this many scores "auto" gives up the square of them for blocks: 64 MiB of float32, on a GPU 1 GiB.
+_DENSE_SCORES = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 class AttentionStats(NamedTuple):
@@ -30,6 +30,28 @@ class AttentionStats(NamedTuple):
     entropy: Tensor
     largest: Tensor
     impl: str
+
+
+class _Options(TypedDict, total=False):
+    alpha: Alpha
+    slopes: Tensor | None
+    scale: float | None
+    causal: bool
+    lengths: Tensor | None
+    documents: Tensor | None
+    impl: str
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_stats: Literal[False] = False, **options: Unpack[_Options]
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_stats: Literal[True], **options: Unpack[_Options]
+) -> tuple[Tensor, AttentionStats]: ...
 
 
 def attention(
@@ -176,7 +198,7 @@ def _check(
 def _choose(impl: str, q: Tensor, k: Tensor) -> str:
     if impl == "auto":
         scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-        return "reference" if scores <= _DENSE_SCORES else "chunked"
+        return "reference" if scores <= _DENSE_SCORES.get(q.device.type, 1 << 24) else "chunked"
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be 'auto' or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     return impl
@@ -189,6 +211,8 @@ def _by_head(alpha: Alpha) -> Alpha:
 @torch.no_grad()
 def _dense_stats(q: Tensor, k: Tensor, rules: Rules, alpha: Alpha) -> RowStats:
     scores = dense_scores(q, k, rules)
+    if scores.shape[-1] == 0:
+        return empty_stats(scores.sum(-1))
     p = entmax(scores, _by_head(alpha))
     tau, support = (part.squeeze(-1) for part in threshold(scores, _by_head(alpha)))
     return RowStats(tau, support, torch.special.entr(p).sum(-1), p.amax(-1))

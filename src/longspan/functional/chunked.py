@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from longspan.functional.entmax import entmax_vjp
 from longspan.functional.scores import Rules, distances, query_positions, score_block
@@ -71,7 +70,7 @@ class _Chunked(torch.autograd.Function):
         batch, num_heads, time, _ = q.shape
         out = q.new_zeros((batch, num_heads, time, v.shape[-1]))
         anchors = Anchor(*(q.new_zeros((batch, num_heads, time), dtype=dtype) for _ in range(2)))
-        stats = _empty_stats(anchors.score) if with_stats else ()
+        stats = empty_stats(anchors.score) if with_stats else ()
         ctx.blocks = []
         for block in _blocks(q, k, rules, alpha):
             ctx.blocks.append(block)
@@ -91,8 +90,9 @@ class _Chunked(torch.autograd.Function):
         return out, *stats
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError('impl="chunked" has no second derivative; use impl="reference"')
         q, k, v, slopes, alpha_tensor, score, weight = ctx.saved_tensors
         alpha: Alpha = ctx.alpha if alpha_tensor is None else alpha_tensor
         rules, bounds = replace(ctx.rules, slopes=slopes), ctx.bounds
@@ -143,6 +143,8 @@ def _blocks(q: Tensor, k: Tensor, rules: Rules, alpha: Alpha) -> Iterator[_Block
     """Blocks of queries by head, each with the contiguous run of keys that it needs."""
     batch, num_heads, time, _ = q.shape
     key_time = k.shape[2]
+    if 0 in (batch, time, key_time):
+        return
     positions = query_positions(time, key_time, q.device)
     key_positions = torch.arange(key_time, device=q.device)
     key_limit = key_time if rules.lengths is None else int(rules.lengths.max().clamp(0, key_time))
@@ -203,7 +205,7 @@ def _first_of_documents(documents: Tensor, positions: Tensor, stop: int) -> int:
     return int(shared.long().argmax())
 
 
-def _empty_stats(like: Tensor) -> RowStats:
+def empty_stats(like: Tensor) -> RowStats:
     """The statistics of rows that see nothing."""
     return RowStats(
         torch.full_like(like, torch.inf), torch.zeros_like(like, dtype=torch.long), like.clone(), like.clone()

@@ -30,10 +30,11 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules, normalise: No
     """
     inputs = (q, k, v) if rules.slopes is None else (q, k, v, rules.slopes)
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    step = q.shape[2] if tracked else max(1, _SCORES_AT_ONCE // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
-    blocks = torch.arange(q.shape[2], device=q.device).split(max(step, 1))
-    out = [_weighted_sum(normalise(dense_scores(q, k, rules, rows)), v) for rows in blocks]
-    return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+    step = max(1, _SCORES_AT_ONCE // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    if tracked or step >= q.shape[2]:
+        return _weighted_sum(normalise(dense_scores(q, k, rules)), v)
+    blocks = torch.arange(q.shape[2], device=q.device).split(step)
+    return torch.cat([_weighted_sum(normalise(dense_scores(q, k, rules, rows)), v) for rows in blocks], dim=2)
 
 
 def _weighted_sum(weights: Tensor, v: Tensor) -> Tensor:

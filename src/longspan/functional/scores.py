@@ -31,7 +31,8 @@ def query_positions(query_time: int, key_time: int, device: torch.device) -> Ten
 def grouped_product(heads: Tensor, kv_heads: Tensor) -> Tensor:
     """``heads @ kv_heads`` where the right side may have fewer heads, each serving a run of the left's."""
     batch, num_heads, rows, inner = heads.shape
-    groups = heads.reshape(batch, kv_heads.shape[1], -1, inner)  # (B, H_kv, H/H_kv * rows, inner)
+    shared_by = num_heads // kv_heads.shape[1]
+    groups = heads.reshape(batch, kv_heads.shape[1], shared_by * rows, inner)
     return (groups @ kv_heads).view(batch, num_heads, rows, kv_heads.shape[-1])
 
 
@@ -60,7 +61,7 @@ def hidden_block(rules: Rules, rows: Tensor, keys: Tensor) -> Tensor | None:
         end = rules.lengths[:, None, None, None]
         padding = (keys >= end) | (rows[:, None] >= end)
         hidden = padding if hidden is None else hidden | padding
-    if rules.documents is not None:
+    if rules.documents is not None and rules.documents.shape[1]:
         # A query before the first key (more queries than keys) belongs to no document, and to no key.
         own = rules.documents[:, rows.clamp_min(0)]
         foreign = (own[:, None, :, None] != rules.documents[:, keys][:, None, None, :]) | (rows < 0)[:, None]

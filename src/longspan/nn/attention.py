@@ -112,7 +112,7 @@ class Attention(nn.Module):
         form = self.normalizer.entmax_form()
         if form is None:
             return dense_attention(q, k, v, rules, self.normalizer)
-        out = attention(
+        return attention(
             q,
             k,
             v,
@@ -124,5 +124,3 @@ class Attention(nn.Module):
             documents=rules.documents,
             impl=self.impl,
         )
-        assert isinstance(out, Tensor)
-        return out

@@ -1,0 +1,19 @@
+"""What every test shares: the device, and settings that keep parallel runs quick and repeatable."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Every xdist worker would otherwise start a thread per core and they would wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+settings.register_profile("longspan", deadline=None, max_examples=100, derandomize=True)
+settings.load_profile("longspan")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
