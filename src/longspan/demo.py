@@ -37,22 +37,27 @@ class Contestant:
     """
 
     name: str
-    paper_row: str
     normalizer: Callable[[], Normalizer]
     scaler: Callable[[], Scaler] = NoScale
     at_inference: tuple[tuple[str, Callable[[], Normalizer]], ...] = ()
 
 
 CONTESTANTS = (
-    Contestant("softmax", "softmax", Softmax, at_inference=(("adaptive temperature", AdaptiveTemperature),)),
-    Contestant("asentmax", "asentmax, gamma 3", Entmax, lambda: Adaptive(WIDTH, 1, gamma=3.0)),
-    Contestant("ssmax", "ssmax", Softmax, lambda: SSMax(WIDTH, 1)),
-    Contestant("entmax 1.5", "entmax 1.5", Entmax),
-    Contestant("top-2", "top-2", lambda: TopK(k=2)),
+    Contestant("softmax", Softmax, at_inference=(("adaptive temperature", AdaptiveTemperature),)),
+    Contestant("asentmax", Entmax, lambda: Adaptive(WIDTH, 1, gamma=3.0)),
+    Contestant("ssmax", Softmax, lambda: SSMax(WIDTH, 1)),
+    Contestant("entmax 1.5", Entmax),
+    Contestant("top-2", lambda: TopK(k=2)),
 )
 
-PAPER_ROWS = {contestant.name: contestant.paper_row for contestant in CONTESTANTS} | {
-    "adaptive temperature": "adaptive temperature"
+# The rows of the table, from the most dispersed to the least, and the paper's row for each.
+PAPER_ROWS = {
+    "softmax": "softmax",
+    "adaptive temperature": "adaptive temperature",
+    "entmax 1.5": "entmax 1.5",
+    "ssmax": "ssmax",
+    "top-2": "top-2",
+    "asentmax": "asentmax, gamma 3",
 }
 
 
