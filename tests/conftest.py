@@ -10,6 +10,10 @@ from hypothesis import settings
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
+# Triton reads it once, when a kernel is defined: on a CPU kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 settings.register_profile("longspan", deadline=None, max_examples=100, derandomize=True)
 settings.load_profile("longspan")
 

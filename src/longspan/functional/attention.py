@@ -1,6 +1,8 @@
 """The public attention functions: they check their arguments, choose an implementation and say which."""
 
+import importlib.util
 import math
+import os
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
@@ -13,7 +15,11 @@ from longspan.functional.reference import dense_attention, dense_scores
 from longspan.functional.scores import Rules
 from longspan.functional.threshold import Alpha
 
-IMPLEMENTATIONS = ("reference", "chunked")
+IMPLEMENTATIONS = ("reference", "chunked", "triton")
+
+# Looked up once: inside a compiled function neither question can be asked.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # Above this many scores "auto" gives up the square of them for blocks: 64 MiB of float32, on a GPU 1 GiB.
 _DENSE_SCORES = {"cpu": 1 << 24, "cuda": 1 << 28}
@@ -80,14 +86,20 @@ def attention(
         lengths: (batch,), right padding: keys at or beyond are hidden, and queries whose position is give zeros.
         documents: (batch, key_time) integer ids: tokens of different ids do not see each other. The queries take
             the ids of their positions.
-        impl: "reference" (dense), "chunked" (memory linear in the length) or "auto".
+        impl: "reference" (dense), "chunked" (memory linear in the length), "triton" (short rows on a GPU, see
+            `triton_cannot`) or "auto".
         return_stats: also return `AttentionStats`.
 
     Queries that see nothing give zeros, and zero gradients.
     """
     rules, alpha = _check(q, k, v, alpha, slopes, scale, causal, lengths, documents)
-    name = _choose(impl, q, k)
+    name = _choose(impl, q, k, v, alpha, return_stats)
     stats = None
+    if name == "triton":
+        from longspan.kernels.short import short_attention
+
+        assert isinstance(alpha, float)
+        return short_attention(q, k, v, rules.slopes, rules.lengths, rules.documents, alpha, rules.scale, causal)[0]
     if name == "chunked":
         out, stats = chunked_attention(q, k, v, rules, alpha, return_stats)
     else:
@@ -124,9 +136,37 @@ def attention_weights(
     return entmax(dense_scores(q, k, rules, chosen), _by_head(alpha)).to(q.dtype)
 
 
-def which_impl(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **arguments: object) -> str:
-    """The name of the implementation that ``attention(q, k, v, impl=impl, ...)`` would run."""
-    return _choose(impl, q, k)
+def which_impl(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    alpha: Alpha = 1.5,
+    impl: str = "auto",
+    return_stats: bool = False,
+    **others: object,
+) -> str:
+    """The name of the implementation that ``attention(q, k, v, alpha=alpha, impl=impl, ...)`` would run."""
+    return _choose(impl, q, k, v, alpha if isinstance(alpha, Tensor) else float(alpha), return_stats)
+
+
+def triton_cannot(q: Tensor, k: Tensor, v: Tensor, alpha: Alpha, return_stats: bool) -> str | None:
+    """Why ``impl="triton"`` does not serve a call; None if it does."""
+    if not (q.is_cuda or _INTERPRETED):
+        return "it needs a GPU"
+    if not _HAS_TRITON:
+        return "triton is not installed: pip install 'longspan[gpu]'"
+    if isinstance(alpha, Tensor) or alpha > 2:
+        return "alpha must be a number from 1 to 2"
+    if return_stats:
+        return "it keeps no statistics"
+    if q.dtype == torch.float64:
+        return "it does not compute in float64"
+    if k.shape[2] > 256 or max(q.shape[3], v.shape[3]) > 128:
+        return f"it holds rows of at most 256 keys and 128 dims, got {k.shape[2]} and {max(q.shape[3], v.shape[3])}"
+    if 0 in q.shape or 0 in v.shape:
+        return "there is nothing to compute"
+    return None
 
 
 def check_rules(
@@ -195,13 +235,17 @@ def _check(
     return rules, float(alpha)
 
 
-def _choose(impl: str, q: Tensor, k: Tensor) -> str:
-    if impl == "auto":
-        scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-        return "reference" if scores <= _DENSE_SCORES.get(q.device.type, 1 << 24) else "chunked"
-    if impl not in IMPLEMENTATIONS:
+def _choose(impl: str, q: Tensor, k: Tensor, v: Tensor, alpha: Alpha, return_stats: bool) -> str:
+    if impl not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"impl must be 'auto' or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    return impl
+    if impl == "triton" and (reason := triton_cannot(q, k, v, alpha, return_stats)):
+        raise ValueError(f"impl='triton' cannot serve this call: {reason}")
+    if impl != "auto":
+        return impl
+    if q.is_cuda and triton_cannot(q, k, v, alpha, return_stats) is None:
+        return "triton"
+    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    return "reference" if scores <= _DENSE_SCORES.get(q.device.type, 1 << 24) else "chunked"
 
 
 def _by_head(alpha: Alpha) -> Alpha:

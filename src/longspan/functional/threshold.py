@@ -96,14 +96,15 @@ def _anchor_at_maximum(scores: Tensor, alpha: Alpha) -> Anchor:
         return Anchor(top, gap.exp_().sum(-1, keepdim=True).clamp_min_(1).reciprocal_())
     moments = _MOMENTS.get(alpha, _moments) if not isinstance(alpha, Tensor) else _moments
     weight = torch.ones_like(top)
+    room = torch.empty_like(gap) if _may_branch_on_values(gap) else None  # fresh memory costs a CPU more than the sums
     for _ in range(newton_steps(scores.shape[-1])):
-        mass, slope = moments(gap, weight, alpha)
+        mass, slope = moments(gap, weight, alpha, room)
         residual = mass - 1
         before, weight = weight, weight - residual / slope.clamp_min(1)  # the maximum itself contributes 1
         if _converged(torch.where(weight < before, residual, 0)):  # a step below the weight's resolution is the last
             break
-        if moments is _moments:
-            gap = _drop_the_dead(gap, weight, alpha)
+        if moments is _moments and (packed := _drop_the_dead(gap, weight, alpha)) is not gap:
+            gap, room = packed, torch.empty_like(packed)
     return Anchor(top, weight)
 
 
@@ -207,34 +208,37 @@ def _weights_above(scores: Tensor, alpha: Alpha, anchor: Anchor) -> Tensor:
     return torch.where(gap < 0, 0, torch.where(gap == 0, anchor.weight, p))
 
 
-def _relative_weight(gap: Tensor, weight: Tensor, alpha: Alpha) -> tuple[Tensor, Tensor]:
+def _relative_weight(gap: Tensor, weight: Tensor, alpha: Alpha, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``p / weight`` and ``u = (p / weight) ** a`` for any alpha in [1, 2]; alpha = 1 is its own limit."""
     tiny = torch.finfo(gap.dtype).tiny ** 0.5
     a = (alpha - 1).clamp_min(tiny) if isinstance(alpha, Tensor) else max(alpha - 1, tiny)
     if not isinstance(a, Tensor) and a >= 0.25:  # one transcendental function instead of two
-        u = (gap * (a / weight**a)).add_(1).clamp_min_(0)
+        u = torch.mul(gap, a / weight**a, out=room).add_(1).clamp_min_(0)
         return u.pow(1 / a), u
-    u_minus_1 = (gap * (a / weight**a)).clamp_min_(-1)
+    u_minus_1 = torch.mul(gap, a / weight**a, out=room).clamp_min_(-1)
     return torch.log1p(u_minus_1).div_(a).exp_(), u_minus_1.add_(1)
 
 
-def _moments(gap: Tensor, weight: Tensor, alpha: Alpha) -> tuple[Tensor, Tensor]:
-    """The row sum of p and its derivative in the anchor's weight, ``sum (p / weight) ** (2 - alpha)``."""
-    relative, u = _relative_weight(gap, weight, alpha)
+def _moments(gap: Tensor, weight: Tensor, alpha: Alpha, room: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The row sum of p and its derivative in the anchor's weight, ``sum (p / weight) ** (2 - alpha)``.
+
+    `room` is memory of the size of `gap` that may be written.
+    """
+    relative, u = _relative_weight(gap, weight, alpha, room)
     mass = relative.sum(-1, keepdim=True) * weight
     slope = relative.div_(u.clamp_min_(torch.finfo(gap.dtype).tiny)).sum(-1, keepdim=True)
     return mass, slope
 
 
-def _moments_entmax15(gap: Tensor, weight: Tensor, alpha: Alpha) -> tuple[Tensor, Tensor]:
+def _moments_entmax15(gap: Tensor, weight: Tensor, alpha: Alpha, room: Tensor | None) -> tuple[Tensor, Tensor]:
     root = weight.sqrt()
-    u = gap.mul(0.5).add_(root).clamp_min_(0)
+    u = torch.add(root, gap, alpha=0.5, out=room).clamp_min_(0)
     slope = u.sum(-1, keepdim=True) / root
     return u.square_().sum(-1, keepdim=True), slope
 
 
-def _moments_sparsemax(gap: Tensor, weight: Tensor, alpha: Alpha) -> tuple[Tensor, Tensor]:
-    u = gap.add(weight).clamp_min_(0)
+def _moments_sparsemax(gap: Tensor, weight: Tensor, alpha: Alpha, room: Tensor | None) -> tuple[Tensor, Tensor]:
+    u = torch.add(gap, weight, out=room).clamp_min_(0)
     mass = u.sum(-1, keepdim=True)
     return mass, u.sign_().sum(-1, keepdim=True)
 

@@ -1,0 +1,1 @@
+"""Triton kernels: the same mathematics, fast. Imported only when used."""

@@ -1,0 +1,138 @@
+"""The Triton kernels against the oracle: in Triton's interpreter on a CPU, compiled on a GPU, by the same tests."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, attend, call_of, gradients
+from test_attention import SMALL
+from torch import Tensor
+
+from longspan import attention, which_impl
+
+pytest.importorskip("triton")
+
+SERVED = {name: case for name, case in SMALL.items() if isinstance(case.alpha, float) and case.alpha <= 2} | {
+    "several_blocks": Case(batch=1, query_time=70, key_time=70, dim=16, value_dim=16, slopes=(0.5, 0.0), logits=2.0),
+    "alpha_1.1": Case(batch=1, query_time=40, key_time=40, dim=16, alpha=1.1, logits=2.0),
+    "alpha_1.75": Case(batch=1, query_time=40, key_time=40, dim=16, alpha=1.75, logits=2.0),
+    "long_rows": Case(batch=1, heads=2, kv_heads=1, query_time=200, key_time=256, dim=32, value_dim=24, logits=2.0),
+    "wide_heads": Case(batch=1, query_time=33, key_time=33, dim=128, value_dim=128, logits=2.0),
+}
+
+
+def on(device: torch.device, case: Case, dtype: torch.dtype) -> dict[str, Any]:
+    """The call in a dtype, with inputs that the dtype holds exactly."""
+    call = call_of(case, torch.float64)
+    return {
+        name: value.detach().to(dtype).to(device).requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else (value.to(device) if isinstance(value, Tensor) else value)
+        for name, value in call.items()
+    }
+
+
+def in_float64(call: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.detach().double().requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for name, value in call.items()
+    }
+
+
+def results(call: dict[str, Any], impl: str) -> dict[str, Tensor]:
+    out = attend(call, impl)
+    return {"out": out.detach(), **gradients(out, call)}
+
+
+def dtypes() -> list[torch.dtype]:
+    """bf16 is silently wrong in the interpreter."""
+    return [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+
+
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("name", SERVED)
+def test_kernel_is_as_close_to_the_oracle_as_plain_torch(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    case = SERVED[name]
+    if dtype == torch.float16:
+        case = replace(case, logits=min(case.logits, 100.0))
+    call = on(device, case, dtype)
+    exact, plain, ours = (
+        results(in_float64(call), "reference"),
+        results(call, "reference"),
+        results(call, "triton"),
+    )
+    # The kernel multiplies weights in the dtype of the inputs, plain torch in float32: allow for that rounding.
+    rounding = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 8)
+    for key, value in exact.items():
+        size = float(value.abs().max())
+        tolerance = 3 * float((plain[key].double() - value).abs().max()) + rounding * max(size, 1.0)
+        assert float((ours[key].double() - value).abs().max()) <= tolerance, key
+
+
+def test_rows_that_see_nothing_are_zero_with_zero_gradients(device: torch.device) -> None:
+    call = on(device, SMALL["lengths"], torch.float32)
+    found = results(call, "triton")
+    assert (found["out"][1] == 0).all()
+    assert all((found[key][1] == 0).all() for key in ("q", "k", "v"))
+
+
+def test_strided_inputs_and_repeated_calls_give_the_same_bits(device: torch.device) -> None:
+    call = on(device, SERVED["several_blocks"], torch.float32)
+    strided = dict(call)
+    for name in ("q", "k", "v"):
+        memory = call[name].detach().transpose(1, 2).contiguous().transpose(1, 2)
+        strided[name] = memory.requires_grad_()
+    first, again = results(call, "triton"), results(strided, "triton")
+    assert all(torch.equal(first[key], again[key]) for key in first)
+
+
+def test_the_operators_are_registered_well(device: torch.device) -> None:
+    from longspan.kernels.short import short_attention
+
+    call = on(device, SERVED["grouped_heads"], torch.float32)
+    slopes = torch.rand(6, device=device, requires_grad=True)
+    arguments = (call["q"], call["k"], call["v"], slopes, None, None, 1.5, 0.3, True)
+    torch.library.opcheck(short_attention, arguments)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter cannot be compiled")
+def test_compiles_whole_and_serves_other_lengths_without_compiling_again(device: torch.device) -> None:
+    compiled = torch.compile(lambda q: attention(q, q, q, impl="triton"), fullgraph=True, dynamic=True)
+    for time in (40, 41, 77):
+        q = torch.randn(2, 4, time, 32, device=device, dtype=torch.bfloat16)
+        torch.testing.assert_close(compiled(q), attention(q, q, q, impl="triton"))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"alpha": 2.5}, "alpha must be a number from 1 to 2"),
+        ({"alpha": torch.tensor(1.5)}, "alpha must be a number"),
+        ({"return_stats": True}, "no statistics"),
+    ],
+    ids=["alpha_above_2", "learnt_alpha", "stats"],
+)
+def test_a_call_it_cannot_serve_is_refused(options: dict[str, Any], reason: str, device: torch.device) -> None:
+    q = torch.randn(1, 2, 8, 8, device=device)
+    with pytest.raises(ValueError, match=reason):
+        attention(q, q, q, impl="triton", **options)
+    assert which_impl(q, q, q, **options) == "reference"
+
+
+def test_sizes_it_cannot_hold_are_refused(device: torch.device) -> None:
+    for shape, dtype, reason in (
+        ((1, 1, 257, 8), torch.float32, "at most 256 keys"),
+        ((1, 1, 8, 136), torch.float32, "128 dims"),
+        ((1, 1, 8, 8), torch.float64, "float64"),
+    ):
+        q = torch.randn(*shape, device=device, dtype=dtype)
+        with pytest.raises(ValueError, match=reason):
+            attention(q, q, q, impl="triton")
+
+
+def test_a_gpu_takes_the_kernel_by_itself(device: torch.device) -> None:
+    q = torch.randn(1, 2, 8, 8, device=device)
+    assert which_impl(q, q, q) == ("triton" if q.is_cuda else "reference")
