@@ -71,7 +71,7 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "unknown_impl": (
         lambda: attention(Q, K, K, impl="flash"),
         ValueError,
-        "impl must be 'auto' or one of reference, chunked, got 'flash'",
+        "impl must be 'auto' or one of reference, chunked, triton, got 'flash'",
     ),
     "unknown_impl_asked_about": (lambda: which_impl(Q, K, K, impl=""), ValueError, "impl must be 'auto' or one of"),
     "row_too_large": (lambda: attention_weights(Q, K, rows=[0, 3]), IndexError, "between -3 and 2"),

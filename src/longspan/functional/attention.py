@@ -17,8 +17,16 @@ from longspan.functional.threshold import Alpha
 
 IMPLEMENTATIONS = ("reference", "chunked", "triton")
 
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
+        return False
+
+
 # Looked up once: inside a compiled function neither question can be asked.
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_HAS_TRITON = _installed("triton")
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # Above this many scores "auto" gives up the square of them for blocks: 64 MiB of float32, on a GPU 1 GiB.

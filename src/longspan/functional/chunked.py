@@ -20,7 +20,7 @@ from longspan.functional.entmax import entmax_vjp
 from longspan.functional.scores import Rules, distances, query_positions, score_block
 from longspan.functional.threshold import Alpha, AlphaRange, Anchor, alpha_range, solve, tau_of, weights
 
-_SCORES_AT_ONCE = 1 << 21  # 8 MiB of float32: near the cache, far from the memory
+_SCORES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # near a CPU's cache; a GPU wants more work at once
 _MOST_ROWS = 512
 _KEY_BLOCK = 64
 _ROUNDING = 1.001  # on |q| |k|: far above the rounding of a float32 dot product
@@ -148,7 +148,8 @@ def _blocks(q: Tensor, k: Tensor, rules: Rules, alpha: Alpha) -> Iterator[_Block
     positions = query_positions(time, key_time, q.device)
     key_positions = torch.arange(key_time, device=q.device)
     key_limit = key_time if rules.lengths is None else int(rules.lengths.max().clamp(0, key_time))
-    most_rows = max(1, min(_MOST_ROWS, _SCORES_AT_ONCE // max(1, batch * key_time)))
+    at_once = _SCORES_AT_ONCE.get(q.device.type, _SCORES_AT_ONCE["cpu"])
+    most_rows = max(1, min(_MOST_ROWS, at_once // max(1, batch * key_time)))
     slopes = [0.0] * num_heads if rules.slopes is None else rules.slopes.tolist()
     alphas = alpha.expand(num_heads).tolist() if isinstance(alpha, Tensor) else [alpha] * num_heads
     offset = key_time - time

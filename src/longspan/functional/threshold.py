@@ -22,6 +22,7 @@ from torch import Tensor
 Alpha = float | Tensor
 
 _TINY = torch.finfo(torch.float32).tiny
+_LARGE = 1 << 22  # scores: a pass over them takes a GPU longer than a word with the host
 
 
 class Anchor(NamedTuple):
@@ -96,12 +97,13 @@ def _anchor_at_maximum(scores: Tensor, alpha: Alpha) -> Anchor:
         return Anchor(top, gap.exp_().sum(-1, keepdim=True).clamp_min_(1).reciprocal_())
     moments = _MOMENTS.get(alpha, _moments) if not isinstance(alpha, Tensor) else _moments
     weight = torch.ones_like(top)
-    room = torch.empty_like(gap) if _may_branch_on_values(gap) else None  # fresh memory costs a CPU more than the sums
+    look = _may_branch_on_values(gap)
+    room = torch.empty_like(gap) if look else None  # fresh memory costs a CPU more than the sums
     for _ in range(newton_steps(scores.shape[-1])):
         mass, slope = moments(gap, weight, alpha, room)
         residual = mass - 1
         before, weight = weight, weight - residual / slope.clamp_min(1)  # the maximum itself contributes 1
-        if _converged(torch.where(weight < before, residual, 0)):  # a step below the weight's resolution is the last
+        if look and _converged(torch.where(weight < before, residual, 0)):  # no step, no need of another
             break
         if moments is _moments and (packed := _drop_the_dead(gap, weight, alpha)) is not gap:
             gap, room = packed, torch.empty_like(packed)
@@ -110,6 +112,7 @@ def _anchor_at_maximum(scores: Tensor, alpha: Alpha) -> Anchor:
 
 def _anchor_at_edge(scores: Tensor, alpha: Alpha) -> Anchor:
     a = alpha - 1
+    look = _may_branch_on_values(scores)
     ordered = _candidates(scores, a)  # (..., m), descending
     rank = torch.arange(ordered.shape[-1], device=scores.device)
     inside = torch.zeros_like(ordered[..., :1], dtype=torch.long)  # the maximum is always in
@@ -130,7 +133,7 @@ def _anchor_at_edge(scores: Tensor, alpha: Alpha) -> Anchor:
         slope = (weight / p).pow(a - 1).sum(-1, keepdim=True)
         residual = torch.where(gap < 0, 0, p).sum(-1, keepdim=True) - 1
         weight = weight - residual / slope.clamp_min(1)
-        if _converged(residual):
+        if look and _converged(residual):
             break
     edge = torch.where(edge == math.inf, math.nan, edge)  # +inf has no weights: NaN, as below alpha = 2
     return Anchor(torch.where(edge == -math.inf, 0, edge), weight)
@@ -141,8 +144,6 @@ def _converged(residual: Tensor) -> bool:
 
     A row that is NaN or sees nothing compares false and does not hold up the others.
     """
-    if not _may_branch_on_values(residual):
-        return False
     return not bool((residual > torch.finfo(residual.dtype).eps ** 0.85).any())
 
 
@@ -159,7 +160,7 @@ def _drop_the_dead(gap: Tensor, weight: Tensor, alpha: Alpha) -> Tensor:
         return gap
     place = alive.view(-1).nonzero().squeeze(-1)
     row = place // width
-    column = torch.arange(len(place)) - (counts.cumsum(0) - counts)[row]
+    column = torch.arange(len(place), device=gap.device) - (counts.cumsum(0) - counts)[row]
     packed = gap.new_full((len(counts), most), -math.inf)
     packed[row, column] = gap.reshape(-1)[place]
     return packed.view(*gap.shape[:-1], most)
@@ -254,8 +255,9 @@ def _finite_maximum(scores: Tensor) -> Tensor:
 
 
 def _may_branch_on_values(tensor: Tensor) -> bool:
-    """A CPU can look at values for free; elsewhere a look makes the host wait, and in a captured graph it fails."""
-    return tensor.device.type == "cpu" and not _in_graph(tensor)
+    """Whether to look at values before going on: free on a CPU; elsewhere the host must wait, which pays if the work
+    it may save is large. In a captured graph it fails."""
+    return (tensor.device.type == "cpu" or tensor.numel() >= _LARGE) and not _in_graph(tensor)
 
 
 def _in_graph(tensor: Tensor) -> bool:
