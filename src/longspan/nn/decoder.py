@@ -1,0 +1,144 @@
+"""A decoder-only transformer in the style of Gemma 2: RMS norm before and after each sublayer, GeGLU, untied output."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor, nn
+
+from longspan.nn.attention import Attention
+from longspan.nn.cache import KVCache
+from longspan.nn.methods import build_attention
+from longspan.nn.normalizers import Entmax, Normalizer, TopK
+from longspan.nn.positions import (
+    NAPE,
+    ALiBi,
+    LlamaScaling,
+    Position,
+    RoPE,
+    exponential_slopes,
+    linear_slopes,
+)
+from longspan.nn.scalers import Adaptive, Scaler
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """A method by name, and the options of its parts; options of parts that the method does not have are unused."""
+
+    method: str = "asentmax"
+    position: str = "nape"
+    alpha: float | Literal["learned"] = 1.5
+    top_k: int = 32
+    top_fraction: float | None = None  # in place of top_k
+    delta: float = 1.0
+    gamma_range: float = 2.0
+    initial_beta: float | None = 0.05
+    slopes: Literal["linear", "exponential"] = "linear"
+    rope_base: float = 10_000.0
+    rope_factor: float | None = None  # LLaMA-3 scaling
+    rope_original_length: int = 64
+    qk_norm: bool = False
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of a decoder."""
+
+    vocabulary: int
+    layers: int
+    dim: int
+    hidden: int
+    heads: int
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+
+
+class Decoder(nn.Module):
+    """Tokens (batch, time) to logits (batch, time, vocabulary)."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocabulary, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim)
+        self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            # Gemma's start: every matrix N(0, 0.02). A scaler keeps its own.
+            if parameter.ndim == 2 and ".scaler." not in name:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        documents: Tensor | None = None,
+        caches: list[KVCache] | None = None,
+        only: Tensor | None = None,
+    ) -> Tensor:
+        """`lengths`, `documents`: see `Attention`. `only`: the time indices whose logits are wanted, all by default."""
+        x = self.embed(tokens) * self.config.dim**0.5  # (B, T, D)
+        layers: Sequence[KVCache | None] = [None] * len(self.blocks) if caches is None else caches
+        for block, cache in zip(self.blocks, layers, strict=True):
+            x = block(x, lengths=lengths, documents=documents, cache=cache)
+        x = x if only is None else x[:, only]
+        return self.output(self.norm(x))  # (B, T, V)
+
+    def new_caches(self) -> list[KVCache]:
+        """Empty caches, one per layer."""
+        return [KVCache() for _ in self.blocks]
+
+
+class Block(nn.Module):
+    """Attention, then GeGLU, each between two norms and added to its input."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        dim, hidden = config.dim, config.hidden
+        self.before_attention, self.after_attention = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.before_mlp, self.after_mlp = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.attention = attention_of(config.attention, dim, config.heads)
+        self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor, *, lengths: Tensor | None, documents: Tensor | None, cache: KVCache | None) -> Tensor:
+        attended = self.attention(self.before_attention(x), lengths=lengths, documents=documents, cache=cache)
+        x = x + self.after_attention(attended)
+        h = self.before_mlp(x)
+        return x + self.after_mlp(self.down(nn.functional.gelu(self.gate(h), approximate="tanh") * self.up(h)))
+
+
+def attention_of(config: AttentionConfig, dim: int, heads: int) -> Attention:
+    """The attention layer that `config` describes."""
+    normalizer: Normalizer | None = None
+    if config.method in ("entmax", "sentmax", "asentmax"):
+        normalizer = Entmax(config.alpha, heads)
+    elif config.method == "topk":
+        fraction = config.top_fraction
+        normalizer = TopK(k=config.top_k) if fraction is None else TopK(fraction=fraction)
+    scaler: Scaler | None = None
+    if config.method in ("assmax", "asentmax"):
+        scaler = Adaptive(dim, heads, config.delta, config.gamma_range, initial_beta=config.initial_beta)
+    return build_attention(
+        config.method,
+        dim,
+        heads,
+        normalizer=normalizer,
+        scaler=scaler,
+        position=_position_of(config, heads, dim // heads),
+        qk_norm=config.qk_norm,
+    )
+
+
+def _position_of(config: AttentionConfig, heads: int, head_dim: int) -> Position | str:
+    slopes = {"linear": linear_slopes, "exponential": exponential_slopes}[config.slopes]
+    if config.position == "alibi":
+        return ALiBi(heads, head_dim, slopes)
+    if config.position == "nape":
+        return NAPE(heads, head_dim, slopes)
+    if config.position == "rope":
+        factor = config.rope_factor
+        scaling = None if factor is None else LlamaScaling(factor, config.rope_original_length)
+        return RoPE(heads, head_dim, config.rope_base, scaling)
+    return config.position

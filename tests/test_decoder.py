@@ -1,0 +1,215 @@
+"""The decoder: what any transformer of this kind must satisfy, and that its config reaches its parts."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longspan.nn import METHODS, POSITIONS, Adaptive, Attention, Entmax, RoPE, TopK, exponential_slopes, linear_slopes
+from longspan.nn.decoder import AttentionConfig, Block, Decoder, DecoderConfig, attention_of
+from longspan.paper.recipes import recipe
+
+Kind = TypeVar("Kind", bound=nn.Module)
+
+VOCABULARY, TIME = 13, 21
+CELLS = [pytest.param(method, position, id=f"{method}-{position}") for method, position in product(METHODS, POSITIONS)]
+
+
+def small(method: str = "asentmax", position: str = "nape", **options: object) -> DecoderConfig:
+    attention = AttentionConfig(method=method, position=position, **options)  # type: ignore[arg-type]
+    return DecoderConfig(VOCABULARY, layers=2, dim=24, hidden=40, heads=4, attention=attention)
+
+
+def model(config: DecoderConfig) -> Decoder:
+    """In float64 and away from the start, so that every part matters."""
+    torch.manual_seed(0)
+    built = Decoder(config).double()
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return built
+
+
+def tokens(batch: int = 3, time: int = TIME, seed: int = 1) -> Tensor:
+    return torch.randint(VOCABULARY, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("method", "position"), CELLS)
+def test_every_method_runs_is_causal_and_equals_itself_with_caches(method: str, position: str) -> None:
+    decoder, read = model(small(method, position)), tokens()
+    with torch.no_grad():
+        full = decoder(read)
+        assert full.shape == (3, TIME, VOCABULARY)
+        assert full.isfinite().all()
+
+        changed = read.clone()
+        changed[:, 12:] = (changed[:, 12:] + 1) % VOCABULARY
+        after = decoder(changed)
+        torch.testing.assert_close(after[:, :12], full[:, :12], rtol=0, atol=1e-12)
+        assert not torch.allclose(after[:, 12:], full[:, 12:])
+
+        caches = decoder.new_caches()
+        pieces = [decoder(piece, caches=caches) for piece in read.split([9, 1, 1, 3, TIME - 14], dim=1)]
+        assert [len(cache) for cache in caches] == [TIME, TIME]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), full, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("method", "position"), CELLS)
+def test_gradients_reach_every_parameter(method: str, position: str) -> None:
+    decoder = model(small(method, position))
+    decoder(tokens()).logsumexp(-1).sum().backward()
+    for name, parameter in decoder.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.any(), name
+
+
+def test_only_some_columns_are_the_columns_of_all() -> None:
+    decoder, read = model(small()), tokens()
+    only = torch.tensor([2, 3, 20])
+    torch.testing.assert_close(decoder(read, only=only), decoder(read)[:, only], rtol=0, atol=0)
+
+
+def test_padding_and_documents_reach_the_attention() -> None:
+    decoder, read = model(small()), tokens(batch=1)
+    padded = decoder(read, lengths=torch.tensor([15]))
+    torch.testing.assert_close(padded[:, :15], decoder(read[:, :15]), rtol=0, atol=1e-12)
+    documents = (torch.arange(TIME) >= 9).long()[None]
+    packed = decoder(read, documents=documents)
+    torch.testing.assert_close(packed[:, 9:], decoder(read[:, 9:]), rtol=0, atol=1e-12)
+
+
+def test_caches_of_another_depth_are_refused() -> None:
+    decoder = model(small())
+    with pytest.raises(ValueError, match="shorter"):
+        decoder(tokens(), caches=decoder.new_caches()[:1])
+
+
+def test_the_block_is_gemmas() -> None:
+    config = small("softmax", "nope")
+    decoder, read = model(config), tokens()
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * weight
+
+    x = decoder.embed.weight[read] * math.sqrt(config.dim)
+    for block in decoder.blocks:
+        assert isinstance(block, Block)
+        attended = block.attention(norm(x, block.before_attention.weight))
+        x = x + norm(attended, block.after_attention.weight)
+        h = norm(x, block.before_mlp.weight)
+        gated = nn.functional.gelu(h @ block.gate.weight.T, approximate="tanh") * (h @ block.up.weight.T)
+        x = x + norm(gated @ block.down.weight.T, block.after_mlp.weight)
+    torch.testing.assert_close(decoder(read), norm(x, decoder.norm.weight) @ decoder.output.weight.T)
+
+
+# 2 V D + D + L (4 D + 4 D^2 + 3 D F); adaptive scalers add 2 L (D + 1) H.
+@pytest.mark.parametrize(
+    ("task", "softmax", "asentmax"),
+    [
+        ("2back", 1_321_216, 1_329_440),
+        ("local_count", 800_384, 806_576),
+        ("flip_flop_sparse", 2_629_888, 2_646_336),
+        ("flip_flop_dense", 2_629_888, 2_646_336),
+        ("copy", 2_117_376, 2_133_824),
+        ("reverse", 3_956_480, 3_981_152),
+        ("mqmtar", 10_762_752, 10_828_416),
+        ("sort", 2_117_376, 2_125_600),
+    ],
+)
+def test_parameters_at_the_papers_sizes(task: str, softmax: int, asentmax: int) -> None:
+    for method, count in {"softmax": softmax, "asentmax": asentmax}.items():
+        with torch.device("meta"):
+            decoder = Decoder(recipe(f"paper/{task}/nape/{method}").model)
+        assert sum(parameter.numel() for parameter in decoder.parameters()) == count
+
+
+def test_the_start() -> None:
+    torch.manual_seed(0)
+    config = replace(small(initial_beta=None, qk_norm=True), vocabulary=500, dim=128, hidden=256)
+    decoder = Decoder(config).requires_grad_(False)
+    for name, parameter in decoder.named_parameters():
+        if "norm" in name or "before" in name or "after" in name:
+            assert (parameter == 1).all(), name
+        elif "scaler" in name:
+            assert parameter.abs().max() <= 1 / math.sqrt(128), name  # torch's own linear start
+        else:
+            assert abs(float(parameter.mean())) < 5e-4, name
+            assert float(parameter.std()) == pytest.approx(0.02, rel=0.03), name
+    logits = decoder(torch.arange(500).view(5, 100))
+    assert float(logits.std()) == pytest.approx(0.02 * math.sqrt(128), rel=0.05)  # near uniform: 0.23
+
+
+def _attention(**options: object) -> Attention:
+    return attention_of(AttentionConfig(**options), 32, 4)  # type: ignore[arg-type]
+
+
+def _scaler(**options: object) -> Adaptive:
+    scaler = _attention(**options).scaler
+    assert isinstance(scaler, Adaptive)
+    return scaler
+
+
+def _slopes(**options: object) -> list[float]:
+    slopes = _attention(**options).position.slopes
+    assert slopes is not None
+    return slopes.tolist()
+
+
+def _rope(**options: object) -> RoPE:
+    position = _attention(position="rope", **options).position
+    assert isinstance(position, RoPE)
+    return position
+
+
+OPTIONS: dict[str, Callable[[], bool]] = {
+    "alpha": lambda: _normalizer(Entmax, method="entmax", alpha=1.75).fixed == 1.75,
+    "alpha-learned": lambda: _normalizer(Entmax, method="sentmax", alpha="learned").logit is not None,
+    "top_k": lambda: _normalizer(TopK, method="topk", top_k=7).k == 7,
+    "top_fraction": lambda: _normalizer(TopK, method="topk", top_fraction=0.25).fraction == 0.25,
+    "delta": lambda: _scaler(delta=0.5).delta == 0.5,
+    "delta-assmax": lambda: _scaler(method="assmax", delta=0.5).delta == 0.5,
+    "gamma_range": lambda: _scaler(gamma_range=3.0).gamma_range == 3.0,
+    "initial_beta-safe": lambda: not _scaler(initial_beta=0.05).beta.weight.any(),
+    "initial_beta-none": lambda: bool(_scaler(initial_beta=None).beta.weight.all()),
+    "slopes-linear": lambda: _slopes(position="alibi") == linear_slopes(4).tolist(),
+    "slopes-exponential": lambda: _slopes(position="alibi", slopes="exponential") == exponential_slopes(4).tolist(),
+    "slopes-nape": lambda: _slopes(slopes="exponential") == [*exponential_slopes(2).tolist(), 0, 0],
+    "rope_base": lambda: _rope(rope_base=500.0).base == 500.0,
+    "rope_factor-none": lambda: _rope().scaling is None,
+    "rope_factor": lambda: _rope(rope_factor=16.0, rope_original_length=128).scaling == (16.0, 128, 1.0, 4.0),
+    "qk_norm": lambda: isinstance(_attention(qk_norm=True).query_norm, nn.RMSNorm),
+    "qk_norm-off": lambda: isinstance(_attention().key_norm, nn.Identity),
+}
+
+
+def _normalizer(kind: type[Kind], **options: object) -> Kind:
+    normalizer = _attention(**options).normalizer
+    assert isinstance(normalizer, kind)
+    return normalizer
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_reaches_its_part(option: str) -> None:
+    assert OPTIONS[option]()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "hardmax"}, "unknown method 'hardmax'"),
+        ({"position": "sinus"}, "unknown position 'sinus'"),
+        ({"alpha": 0.5}, "alpha must be between"),
+        ({"method": "topk", "top_k": 0}, "at least 1"),
+        ({"initial_beta": 0.0}, "initial_beta must be positive"),
+    ],
+    ids=["method", "position", "alpha", "top_k", "initial_beta"],
+)
+def test_a_wrong_option_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _attention(**options)
