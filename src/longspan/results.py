@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -15,12 +15,22 @@ Row = dict[str, Any]
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Append `rows` to `path`; they are on disk when this returns."""
+    """Append `rows` to `path`; they are on disk when this returns. A last line cut short by a crash is dropped."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    with path.open("a+b") as file:
+        _drop_cut_line(file)
+        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+def _drop_cut_line(file: IO[bytes]) -> None:
+    """Every whole row ends in a newline, so what follows the last one is a piece of a row."""
+    if end := file.seek(0, os.SEEK_END):
+        file.seek(end - 1)
+        if file.read(1) != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -35,26 +45,26 @@ def read_rows(path: Path) -> Iterator[Row]:
             raise ValueError(f"{path}, line {number}: not a JSON row ({error})") from error
 
 
-def provenance() -> Row:
-    """Where and how the rows of this run were made."""
+def provenance(device: torch.device | str | None = None) -> Row:
+    """Where and how the rows of this run were made, on `device`, by default a GPU where there is one."""
+    on_gpu = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     return {
         "commit": _commit(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
 
 
 def _commit() -> str | None:
-    """The checked-out commit of the source tree, marked if the tree differs from it; None outside of one."""
+    """The checked-out commit of the source tree, marked if the tree differs from it; None where there is none."""
     here = Path(__file__).parent
-    run = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-        cwd=here,
-        capture_output=True,
-        text=True,
-    )
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        run = subprocess.run(command, cwd=here, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
     return run.stdout.strip() or None
 
 

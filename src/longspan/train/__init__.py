@@ -1,0 +1,1 @@
+"""Training: a config, the step, checkpoints and the loop."""

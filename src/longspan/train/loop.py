@@ -1,0 +1,171 @@
+"""A run from its config to its last checkpoint: progress, logs, validation, and a clean end whatever happens."""
+
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import torch
+
+from longspan.evaluate.ladder import measure
+from longspan.results import Row, append_rows, provenance
+from longspan.train import checkpoint as checkpoints
+from longspan.train.config import RunConfig, fingerprint, from_json, to_json
+from longspan.train.trainer import Trainer, learning_rate, model_of
+
+Report = Callable[[Row], None]
+
+
+class Diverged(RuntimeError):
+    """The loss is no longer a number."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    ending: Literal["finished", "stopped"]
+    step: int
+    checkpoint: Path
+
+
+class Stop:
+    """A wish to stop, set by a signal and looked at between steps."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.wanted = True
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Stop]:
+    """Ctrl-C and SIGTERM set the flag instead of breaking a step; a second Ctrl-C breaks it all the same."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.wanted and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop(number, frame)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run(config: RunConfig, folder: Path, device: torch.device | str, report: Report, stop: Stop) -> Outcome:
+    """Train `config` in `folder`, going on from its last checkpoint if it has one.
+
+    `report` gets a row for every entry of the log, which goes to ``log.jsonl`` too.
+    """
+    import safetensors  # noqa: F401  (missing, it is missed now and not at the first checkpoint)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _claim(folder, config)
+    trainer = Trainer(config, device)
+    saved = checkpoints.saved(folder / "checkpoints")
+    if saved:
+        trainer.restore(checkpoints.load(saved[-1]))
+    log = folder / "log.jsonl"
+
+    def note(row: Row) -> None:
+        append_rows(log, [row])
+        report(row)
+
+    note({"event": "start", "step": trainer.step, **provenance(device)})
+    started, first = time.monotonic(), trainer.step
+    while trainer.step < config.steps and not stop.wanted:
+        trainer.advance()
+        ended = trainer.step == config.steps
+        if trainer.step % config.log_every == 0 or ended:
+            seconds = time.monotonic() - started
+            _log(trainer, note, (trainer.step - first) / max(seconds, 1e-9))
+        if trainer.step % config.save_every == 0 and not ended:
+            _save(trainer, folder)
+        if ended or (config.validate_every and trainer.step % config.validate_every == 0):
+            _validate(trainer, folder, note)
+    path = saved[-1] if saved and trainer.step == first else _save(trainer, folder)
+    ending: Literal["finished", "stopped"] = "finished" if trainer.step >= config.steps else "stopped"
+    note({"event": ending, "step": trainer.step, "seconds": time.monotonic() - started})
+    return Outcome(ending, trainer.step, path)
+
+
+def holds_another(folder: Path, config: RunConfig) -> bool:
+    """Whether the folder is that of a run of another config."""
+    path = folder / "config.json"
+    return path.exists() and fingerprint(from_json(RunConfig, json.loads(path.read_text()))) != fingerprint(config)
+
+
+def _claim(folder: Path, config: RunConfig) -> None:
+    """Write the config of a new run; refuse a folder that holds another run."""
+    if holds_another(folder, config):
+        raise ValueError(f"{folder} holds a run of another config; choose another folder or delete it")
+    _write_whole(folder / "config.json", to_json(config))
+
+
+def _log(trainer: Trainer, note: Report, speed: float) -> None:
+    metrics = trainer.metrics()
+    rate = learning_rate(trainer.step - 1, trainer.config)
+    row = {"event": "train", "step": trainer.step, **metrics._asdict(), "rate": rate, "steps_per_second": speed}
+    note(row)
+    if not math.isfinite(metrics.loss):
+        raise Diverged(
+            f"the loss is {metrics.loss} after {trainer.step} steps; the checkpoints before it are kept. "
+            "A lower learning rate, a longer warm-up or gradient clipping may help."
+        )
+
+
+def _save(trainer: Trainer, folder: Path) -> Path:
+    _check_finite(trainer)
+    return checkpoints.save(folder / "checkpoints", trainer.checkpoint())
+
+
+def _check_finite(trainer: Trainer) -> None:
+    """A broken checkpoint must not push out a good one."""
+    for name, parameter in trainer.model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise Diverged(f"{name} is not finite after {trainer.step} steps; the checkpoints before it are kept")
+
+
+def _validate(trainer: Trainer, folder: Path, note: Report) -> None:
+    """Measure the model on validation samples; keep it as the best if no earlier one was better."""
+    config = trainer.config
+    if not config.validate_lengths:
+        return
+    _check_finite(trainer)
+    checkpoint = trainer.checkpoint()
+    model, _ = model_of(checkpoint, trainer.device)
+    scores = {
+        str(length): measure(
+            model, trainer.task, length, config.validate_samples, purpose="validation", precision=config.precision
+        ).value
+        for length in config.validate_lengths
+    }
+    mean = sum(scores.values()) / len(scores)
+    best = folder / "best.json"
+    record = json.loads(best.read_text())["mean"] if best.exists() else -1.0
+    note({"event": "validate", "step": trainer.step, "scores": scores, "mean": mean, "best": mean >= record})
+    if mean >= record:
+        checkpoints.save(folder / "best", checkpoint, keep=1)
+        _write_whole(best, {"step": trainer.step, "mean": mean, "scores": scores})
+
+
+def _write_whole(path: Path, value: object) -> None:
+    """Write JSON so that a crash leaves the old file or the new one."""
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(value, indent=2) + "\n")
+    draft.replace(path)

@@ -1,0 +1,181 @@
+"""One training step, the same on every device; on a GPU it is captured in a CUDA graph, one for each length.
+
+The batch of step i is a function of the run's seed and of i alone, so a run resumes exactly where it stopped without
+saving the state of any generator. A batch holds sequences of one length, drawn anew each step: nothing is padding.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from longspan.nn.decoder import Decoder
+from longspan.tasks import get_task
+from longspan.tasks.base import Batch, stream_seed
+from longspan.train.checkpoint import Checkpoint
+from longspan.train.config import RunConfig, check, fingerprint, from_json, to_json
+from longspan.train.optimizers import Optimizer
+
+
+class Metrics(NamedTuple):
+    """Means over the steps since the last look."""
+
+    loss: float
+    token_accuracy: float
+    gradient_norm: float
+
+
+class Trainer:
+    """The state of a run and the step that moves it."""
+
+    def __init__(self, config: RunConfig, device: torch.device | str = "cpu"):
+        check(config)
+        self.config, self.device = config, torch.device(device)
+        self.task = get_task(config.task, **config.task_options)
+        if self.task.vocabulary != config.model.vocabulary:
+            raise ValueError(
+                f"{config.task} has {self.task.vocabulary} tokens, the model's vocabulary is {config.model.vocabulary}"
+            )
+        for length in (config.shortest, config.longest):
+            self.task.check_length(length)
+        torch.manual_seed(config.seed)
+        self.model = Decoder(config.model).to(self.device)
+        self.optimizer = Optimizer(self.model, config.optimizer)
+        self.average = (
+            {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+            if config.average is not None
+            else {}
+        )
+        self.step = 0
+        self.generator = torch.Generator(self.device)
+        self._sums = torch.zeros(4, device=self.device)  # loss, right, tokens, gradient norm
+        self._since = 0
+        self._columns: dict[int, Tensor] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Batch]] = {}
+        self._judge = judged
+        if self.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+            # One block is compiled and serves every layer; the whole model as one graph takes minutes to compile.
+            for block in self.model.blocks:
+                block.compile(dynamic=True)
+            self._judge = torch.compile(judged, dynamic=True)
+
+    def advance(self) -> None:
+        """Take one step."""
+        length, batch = self.draw(self.step)
+        self.optimizer.rate.fill_(learning_rate(self.step, self.config))
+        if self.device.type == "cuda":
+            self._update_from_graph(length, batch)
+        else:
+            self._update(length, batch)
+        self.step += 1
+        self._since += 1
+
+    def draw(self, step: int) -> tuple[int, Batch]:
+        """The length and the batch of a step."""
+        seed = stream_seed("train", self.config.seed, step)
+        length = self.config.shortest + (seed >> 2) % (self.config.longest - self.config.shortest + 1)
+        self.generator.manual_seed(seed)
+        return length, self.task.sample(self.config.batch, length, generator=self.generator, device=self.device)
+
+    def metrics(self) -> Metrics:
+        """The means since the last call; on a GPU this waits for the steps to end."""
+        loss, right, tokens, norm = self._sums.tolist()
+        steps, self._since = max(self._since, 1), 0
+        self._sums.zero_()
+        return Metrics(loss / steps, right / max(tokens, 1), norm / steps)
+
+    def _loss(self, tokens: Tensor, targets: Tensor, mask: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean loss and the number of right answers over the positions that count, all in `columns`."""
+        bf16 = self.config.precision == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            logits = self.model(tokens, only=columns)
+        return self._judge(logits, targets[:, columns], mask[:, columns])
+
+    def _update(self, length: int, batch: Batch) -> None:
+        loss, right = self._loss(*batch, self._counted_columns(length, batch))
+        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+        norm = self.optimizer.step(gradients)
+        if self.average:
+            decay = self.config.average
+            assert decay is not None
+            torch._foreach_lerp_(list(self.average.values()), [p.detach() for p in parameters], 1 - decay)
+        with torch.no_grad():
+            self._sums += torch.stack([loss.detach(), right.float(), batch.mask.sum().float(), norm])
+
+    def _update_from_graph(self, length: int, batch: Batch) -> None:
+        """Replay the graph of this length. The first time the step runs as it is, and is then captured for the next."""
+        if length in self._graphs:
+            graph, room = self._graphs[length]
+            for place, value in zip(room, batch, strict=True):
+                place.copy_(value)
+            graph.replay()
+            return
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            self._update(length, batch)
+        torch.cuda.current_stream().wait_stream(aside)
+        room = Batch(*(value.clone() for value in batch))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool()):
+            self._update(length, room)
+        self._graphs[length] = (graph, room)
+
+    def _pool(self) -> Any:
+        """One memory pool for all graphs: only one runs at a time."""
+        return next(iter(self._graphs.values()))[0].pool() if self._graphs else None
+
+    def _counted_columns(self, length: int, batch: Batch) -> Tensor:
+        """The time indices where any row of this length counts; the same for every batch of a length."""
+        if length not in self._columns:
+            self._columns[length] = batch.mask.any(0).nonzero().squeeze(1)
+        return self._columns[length]
+
+    def checkpoint(self) -> Checkpoint:
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        tensors |= {f"average.{name}": tensor for name, tensor in self.average.items()}
+        tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
+        tensors |= {"log.sums": self._sums, "log.steps": torch.tensor(self._since)}
+        return Checkpoint(self.step, to_json(self.config), tensors)
+
+    @torch.no_grad()
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from `checkpoint`, which must come from the same config."""
+        theirs = from_json(RunConfig, checkpoint.config)
+        if fingerprint(theirs) != fingerprint(self.config):
+            raise ValueError("the checkpoint comes from another config; start a new run to change a field")
+        self.model.load_state_dict(_under("model.", checkpoint.tensors))
+        for name, tensor in self.average.items():
+            tensor.copy_(checkpoint.tensors[f"average.{name}"])
+        self.optimizer.load(_under("optimizer.", checkpoint.tensors))
+        self._sums.copy_(checkpoint.tensors["log.sums"])
+        self.step, self._since = checkpoint.step, int(checkpoint.tensors["log.steps"])
+
+
+def judged(logits: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean loss and the number of right answers where the mask is set."""
+    losses = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+    counted = mask.flatten()
+    return (losses * counted).sum() / counted.sum(), ((logits.argmax(-1) == targets) & mask).sum()
+
+
+def learning_rate(step: int, config: RunConfig) -> float:
+    """Warm-up, then a cosine to zero, as a fraction of the peak."""
+    warmup = min(1.0, (step + 1) / max(config.optimizer.warmup, 1))
+    return warmup * 0.5 * (1 + math.cos(math.pi * step / config.steps))
+
+
+def model_of(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> tuple[Decoder, RunConfig]:
+    """The model a checkpoint holds, rebuilt from its own config; the averaged weights if there are any."""
+    config = from_json(RunConfig, checkpoint.config)
+    model = Decoder(config.model)
+    prefix = "average." if config.average is not None else "model."
+    model.load_state_dict(_under(prefix, checkpoint.tensors))
+    return model.to(device).eval(), config
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

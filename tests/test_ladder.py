@@ -1,0 +1,135 @@
+"""Accuracy against length: the same samples however they are batched, and what a row of results says."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import TINY, tiny
+
+from longspan.evaluate import ladder
+from longspan.evaluate.ladder import lengths_measured, measure, row_of, wilson
+from longspan.nn.decoder import Decoder
+from longspan.results import append_rows
+from longspan.tasks import get_task
+from longspan.tasks.base import Task
+from longspan.train.config import fingerprint
+from longspan.train.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trainer:
+    """A little training, so that some answers are right and some are not."""
+    trainer = Trainer(tiny(model__dim=32, steps=60, batch=32, shortest=2, longest=2))
+    for _ in range(60):
+        trainer.advance()
+    return trainer
+
+
+@pytest.mark.parametrize("tokens", [1, 50, 700, 1 << 20])
+def test_samples_do_not_depend_on_how_many_fit_at_once(
+    trained: Trainer, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    expected = measure(trained.model, trained.task, 2, 150)
+    monkeypatch.setattr(ladder, "_CPU_TOKENS", tokens)
+    found = measure(trained.model, trained.task, 2, 150)
+    assert found._replace(seconds=0) == expected._replace(seconds=0)
+    assert 0 < found.value < 100
+
+
+def test_a_measurement_is_repeated_exactly_and_the_purposes_differ(trained: Trainer) -> None:
+    first, again, other = (
+        measure(trained.model, trained.task, 2, 200, purpose=purpose) for purpose in ("test", "test", "validation")
+    )
+    assert first._replace(seconds=0) == again._replace(seconds=0)
+    assert first._replace(seconds=0) != other._replace(seconds=0)
+
+
+class Oracle(torch.nn.Module):
+    """Right at every position but those that `wrong` names, by the targets of the batches that it draws itself."""
+
+    def __init__(self, task: Task, length: int, wrong: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.batches = ladder._batches(task, length, 128, "test", ladder._CPU_TOKENS // task.time(length))
+        self.wrong, self.vocabulary = wrong, task.vocabulary
+
+    def forward(self, tokens: torch.Tensor, only: torch.Tensor) -> torch.Tensor:
+        batch = next(self.batches)
+        assert torch.equal(batch.tokens, tokens)
+        said = torch.where(self.wrong(batch.mask), (batch.targets + 1) % self.vocabulary, batch.targets)
+        return torch.nn.functional.one_hot(said, self.vocabulary)[:, only].float()
+
+
+def _rows(mask: torch.Tensor) -> torch.Tensor:
+    """One answer token of every second row."""
+    wrong = torch.zeros_like(mask)
+    wrong[::2, -2] = True
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "value", "token_accuracy"),
+    [
+        ("copy", lambda mask: torch.zeros_like(mask), 100, 100),
+        ("copy", lambda mask: ~mask, 100, 100),
+        ("copy", _rows, 50, 100 * (1 - 0.5 / 11)),
+        ("copy", lambda mask: mask, 0, 0),
+        ("2back", _rows, 100 * (1 - 0.5 / 10), 100 * (1 - 0.5 / 10)),
+        ("flip_flop_sparse", _rows, 50, 75),
+    ],
+    ids=["all-right", "wrong-where-nothing-counts", "one-token", "all-wrong", "classes", "one-bit"],
+)
+def test_exact_match_counts_rows_and_accuracy_counts_tokens(
+    name: str, wrong: Callable[[torch.Tensor], torch.Tensor], value: float, token_accuracy: float
+) -> None:
+    task = get_task(name)
+    model: Any = Oracle(task, 10, wrong)
+    found = measure(model, task, 10, 128)
+    assert (found.metric, found.samples) == (task.metric, 128)
+    assert found.value == pytest.approx(value)
+    assert found.token_accuracy == pytest.approx(token_accuracy)
+    assert found.low - 1e-9 <= found.value <= found.high + 1e-9
+
+
+# The middle four are those of Newcombe (1998), table I.
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (0, 0, 0.0, 1.0),
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        (1000, 1000, 0.9962, 1.0),
+    ],
+)
+def test_wilson_interval(successes: int, trials: int, low: float, high: float) -> None:
+    assert list(wilson(successes, trials)) == pytest.approx([low, high], abs=5e-5)
+
+
+def test_a_row_says_what_was_measured_of_what_where_and_when(trained: Trainer) -> None:
+    result = measure(trained.model, trained.task, 4, 10)
+    row = row_of(TINY, 30, 4, result, torch.device("cpu"))
+    assert row.keys() == {
+        "task", "method", "position", "length", "metric", "value", "low", "high", "token_accuracy", "samples",
+        "seconds", "recipe", "seed", "step", "config", "time", "commit", "command", "device", "torch", "python",
+    }  # fmt: skip
+    assert (row["task"], row["method"], row["position"], row["length"]) == ("copy", "asentmax", "nape", 4)
+    assert (row["recipe"], row["config"]) == ("longspan/copy/nape/asentmax/smoke", fingerprint(TINY))
+    assert "cores" in row["device"]
+
+
+def test_a_length_is_measured_when_its_step_has_a_row_of_enough_samples(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    assert lengths_measured(path, 5, 10) == set()
+    rows = [(5, 64, 10), (5, 128, 9), (4, 256, 10), (5, 512, 100)]
+    append_rows(path, [{"step": step, "length": length, "samples": samples} for step, length, samples in rows])
+    assert lengths_measured(path, 5, 10) == {64, 512}
+
+
+def test_a_length_that_cannot_be_is_refused() -> None:
+    task = get_task("mqmtar", alphabet=16, num_words=64, num_queries=2)
+    with pytest.raises(ValueError, match="fewer than the 2 queries"):
+        measure(Decoder(TINY.model), task, 5, 10)
