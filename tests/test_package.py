@@ -45,7 +45,7 @@ def test_the_command_line_says_what_it_needs() -> None:
     code = f"import sys; sys.modules.update(dict.fromkeys({ABSENT})); import longspan.cli"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1
-    assert "pip install 'longspan[cli,plots]'" in run.stderr
+    assert "pip install 'longspan[cli,train,plots]'" in run.stderr
 
 
 def test_every_public_name_exists_and_is_documented() -> None:

@@ -30,6 +30,7 @@ class Panel:
     trained_to: int | None = None
     y_scale: str = "linear"
     y_limits: tuple[float, float] | None = None
+    x_label: str = "items"
 
 
 def draw(panels: Sequence[Panel], path: Path, width: float = 7.2, height: float = 4.4) -> None:
@@ -52,11 +53,10 @@ def draw(panels: Sequence[Panel], path: Path, width: float = 7.2, height: float 
 
 def _draw_panel(axes: Any, panel: Panel) -> None:
     lengths = sorted({length for curve in panel.curves.values() for length in curve})
-    for method, curve in panel.dotted.items():
-        axes.plot(list(curve), list(curve.values()), color=COLOURS.get(method), linestyle=":", linewidth=1, alpha=0.8)
+    colours = dict(COLOURS)
     for method, curve in panel.curves.items():
         ours = method == "asentmax"
-        axes.plot(
+        (line,) = axes.plot(
             list(curve),
             list(curve.values()),
             label=method,
@@ -66,6 +66,10 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
             linewidth=2.6 if ours else 1.7,
             zorder=3 if ours else 2,
         )
+        colours[method] = line.get_color()
+    for method, curve in panel.dotted.items():
+        style = {"color": colours.get(method), "linestyle": ":", "linewidth": 1, "alpha": 0.8, "zorder": 1.9}
+        axes.plot(list(curve), list(curve.values()), **style)
     if panel.dotted:
         axes.plot([], [], color="grey", linestyle=":", linewidth=1, label=panel.dotted_label)
     axes.set_xscale("log", base=2)
@@ -80,7 +84,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     axes.set_xticks(lengths, [str(length) for length in lengths])
     if panel.y_limits is not None:
         axes.set_ylim(*panel.y_limits)
-    axes.set_xlabel("items")
+    axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.set_title(panel.title, fontsize=11)
     axes.grid(alpha=0.25)

@@ -1,0 +1,41 @@
+"""The command line. Needs the `cli` extra."""
+
+import sys
+
+try:
+    import rich  # noqa: F401
+    import typer
+except ImportError as error:
+    sys.exit(f"the command line needs {error.name}: pip install 'longspan[cli,train,plots]'")
+
+from longspan.cli import demo, sweep, tables, training
+from longspan.cli.console import fail
+
+app = typer.Typer(
+    help="Attention that keeps its focus at contexts far longer than it was trained on.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.command()(demo.demo)
+app.command()(tables.methods)
+app.add_typer(tables.tasks_app, name="tasks")
+app.command()(tables.recipes)
+app.command()(training.train)
+app.command()(training.evaluate)
+app.command(cls=sweep.Spread)(sweep.sweep)
+app.command()(tables.table)
+app.add_typer(tables.figure_app, name="figure")
+
+
+def main() -> None:
+    """Run a command; a wrong argument ends with its message instead of a traceback, a full disk too."""
+    from longspan.train.checkpoint import CheckpointError
+    from longspan.train.loop import Diverged
+
+    try:
+        app()
+    except (ValueError, OSError, CheckpointError, Diverged) as error:
+        fail(str(error))
+    except ModuleNotFoundError as error:
+        fail(f"this command needs {error.name}: pip install 'longspan[cli,train,plots]'")

@@ -1,0 +1,5 @@
+"""`python -m longspan.cli`."""
+
+from longspan.cli import main
+
+main()

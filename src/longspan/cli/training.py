@@ -1,0 +1,153 @@
+"""`longspan train` and `longspan evaluate`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from longspan.cli.console import console, device_named, fail
+from longspan.results import Row, append_rows
+
+if TYPE_CHECKING:
+    from longspan.train.config import RunConfig
+
+
+def config_of(recipe: str, seed: int, smoke: bool, edits: Sequence[str]) -> "RunConfig":
+    """A recipe with the edits of the command line, which its name tells."""
+    from longspan.paper import recipes
+    from longspan.train.config import edited
+
+    config = recipes.recipe(recipe)
+    config = replace(recipes.smoke(config) if smoke else config, seed=seed)
+    for edit in edits:
+        path, equals, value = edit.partition("=")
+        if not equals:
+            fail(f"--set takes field=value, got {edit!r}")
+        config = edited(config, path, value)
+        config = replace(config, name=f"{config.name}+{edit}")
+    return config
+
+
+def folder_of(config: "RunConfig", runs: Path) -> Path:
+    """Where a run lies unless it is told otherwise."""
+    return runs / f"{config.name.replace('/', '-')}-s{config.seed}"
+
+
+def train(
+    what: Annotated[str, typer.Argument(help="A task (see `longspan tasks`) or a whole recipe name.")],
+    method: Annotated[str, typer.Option(help="See `longspan recipes`.")] = "asentmax",
+    position: Annotated[str, typer.Option(help="nope, alibi, nape or rope.")] = "nape",
+    recipe: Annotated[str, typer.Option(help="`paper` for the paper's training, `longspan` for ours.")] = "longspan",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    smoke: Annotated[bool, typer.Option("--smoke", help="A size that trains in seconds on a CPU.")] = False,
+    edits: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a field: --set steps=1000 --set model.attention.alpha=1.75"),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run, runs/<recipe>-s<seed> by default.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events beside the log.")] = False,
+) -> None:
+    """Train a model; Ctrl-C saves and stops, the same command goes on."""
+    from longspan.train.loop import run, stop_on_signals
+
+    name = what if "/" in what else f"{recipe}/{what}/{position}/{method}"
+    config = config_of(name, seed, smoke, edits or [])
+    folder = out or folder_of(config, Path("runs"))
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+    with stop_on_signals() as stop, _events(folder, tensorboard) as record, Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=config.steps, note="starting")
+
+        def show(row: Row) -> None:
+            record(row)
+            if row["event"] == "train":
+                note = (
+                    f"loss {row['loss']:.4f}  accuracy {100 * row['token_accuracy']:.1f} %  "
+                    f"rate {row['rate']:.3f}  {row['steps_per_second']:.1f} steps/s"
+                )
+                bar.update(task, completed=row["step"], note=note)
+            elif row["event"] == "validate":
+                scores = "  ".join(f"{length}: {score:.1f} %" for length, score in row["scores"].items())
+                bar.console.print(f"step {row['step']}: {scores}", highlight=False)
+            elif row["event"] == "start" and row["step"]:
+                bar.update(task, completed=row["step"])
+                bar.console.print(f"going on from step {row['step']}", highlight=False)
+
+        outcome = run(config, folder, device_named(device), show, stop)
+    console.print(f"{outcome.ending} at step {outcome.step}: {folder}", highlight=False, soft_wrap=True)
+    if outcome.ending == "stopped":
+        raise typer.Exit(130)
+
+
+def evaluate(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run.", exists=True, file_okay=False)],
+    lengths: Annotated[list[int] | None, typer.Option("--length", help="Instead of the recipe's lengths.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's number.")] = None,
+    checkpoint: Annotated[Literal["best", "last"], typer.Option(help="By validation, or the last one.")] = "best",
+    again: Annotated[bool, typer.Option("--again", help="Measure lengths that have a row already.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+) -> None:
+    """Measure a trained model at a ladder of lengths; rows go to RUN/results.jsonl as they come."""
+    from longspan.evaluate.ladder import lengths_measured, measure, row_of
+    from longspan.tasks import get_task
+    from longspan.train import checkpoint as checkpoints
+    from longspan.train.trainer import model_of
+
+    place = device_named(device)
+    loaded = checkpoints.load(checkpoints.of_run(folder, checkpoint))
+    model, config = model_of(loaded, place)
+    task = get_task(config.task, **config.task_options)
+    path = folder / "results.jsonl"
+    samples = samples or config.test_samples
+    done = set() if again else lengths_measured(path, loaded.step, samples)
+    stopped = False
+    shown = Table("length", config.model.attention.method, "95 %", "by token", "seconds", box=None)
+    try:
+        for length in lengths or config.test_lengths:
+            if length in done:
+                continue
+            with console.status(f"length {length}"):
+                result = measure(model, task, length, samples, precision=config.precision)
+            append_rows(path, [row_of(config, loaded.step, length, result, place)])
+            interval = f"{result.low:.1f} to {result.high:.1f}"
+            numbers = (f"{result.value:.1f}", interval, f"{result.token_accuracy:.1f}", f"{result.seconds:.1f}")
+            shown.add_row(str(length), *numbers)
+    except KeyboardInterrupt:
+        stopped = True
+        console.print("[yellow]Stopped.[/yellow] What was measured is kept.")
+    if shown.row_count:
+        console.print(shown)
+    console.print(f"rows: {path}", highlight=False, soft_wrap=True)
+    if stopped:
+        raise typer.Exit(130)
+
+
+class _events:
+    """TensorBoard events of the log's rows, if wanted."""
+
+    def __init__(self, folder: Path, wanted: bool):
+        self.writer = None
+        if wanted:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                fail("--tensorboard needs tensorboard: pip install tensorboard")
+            self.writer = SummaryWriter(str(folder / "events"))
+
+    def __enter__(self) -> "_events":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+    def __call__(self, row: Row) -> None:
+        if self.writer is not None:
+            numbers = row.get("scores", row) if row["event"] == "validate" else row
+            for key, value in numbers.items():
+                if isinstance(value, float):
+                    self.writer.add_scalar(f"{row['event']}/{key}", value, row["step"])

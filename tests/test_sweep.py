@@ -1,0 +1,178 @@
+"""Sweeps: the grid, what is skipped, what goes on, what fails, and how they stop."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import TINY_EDITS, log_of, tiny, train
+from typer.testing import CliRunner
+
+from longspan.cli import app
+from longspan.cli.training import config_of
+from longspan.results import append_rows, read_rows
+from longspan.train import sweep as sweeps
+from longspan.train.loop import Stop
+from longspan.train.sweep import Job, sweep
+
+EDITS = [edit.removeprefix("--set=") for edit in TINY_EDITS]
+
+
+@pytest.fixture
+def jobs_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What `longspan sweep` would run, instead of running it."""
+    seen: dict[str, Any] = {}
+
+    def record(jobs: list[Job], side_by_side: int, seconds: float, *_: object) -> None:
+        seen.update(jobs=jobs, side_by_side=side_by_side, seconds=seconds)
+
+    monkeypatch.setattr(sweeps, "sweep", record)
+
+    def call(*args: str) -> Any:
+        result = CliRunner().invoke(app, ["sweep", *args], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return seen
+
+    return call
+
+
+def test_the_grid_is_every_combination(jobs_of: Any) -> None:
+    seen = jobs_of(
+        "copy", "mqmtar", "--methods", "softmax", "asentmax", "--seeds", "3", "--rates", "5e-4", "1e-3",
+        "--recipe", "longspan", "--minutes", "25", "--side-by-side", "3", "--positions", "nape", "rope",
+    )  # fmt: skip
+    assert (seen["side_by_side"], seen["seconds"]) == (3, 1500)
+    jobs = seen["jobs"]
+    assert len({job.folder for job in jobs}) == len({job.title for job in jobs}) == len(jobs) == 2 * 2 * 3 * 2 * 2
+    (job,) = [job for job in jobs if job.title == "mqmtar/rope/softmax learning_rate=0.001 seed 2"]
+    assert job.config.optimizer.learning_rate == 1e-3
+    assert (job.config.seed, job.config.model.attention.method, job.config.steps) == (2, "softmax", 20_000)
+    assert job.folder == Path("runs/longspan-mqmtar-rope-softmax+optimizer.learning_rate=0.001-s2")
+    assert job.train == [
+        "train", "longspan/mqmtar/rope/softmax", "--seed", "2", "--out", str(job.folder), "--device", "auto",
+        "--set", "optimizer.learning_rate=0.001",
+    ]  # fmt: skip
+    assert job.evaluate is None
+
+
+def test_a_combination_named_twice_runs_once_and_edits_reach_every_run(jobs_of: Any) -> None:
+    args = ("copy", "--methods", "softmax", "softmax", "--muon-rates", "0.02", "--smoke", "--evaluate", "--out=there")
+    jobs = jobs_of(*args, "--device=cpu", "--set", "steps=7", "batch=3")["jobs"]
+    (job,) = jobs
+    assert (job.config.steps, job.config.batch, job.config.optimizer.muon_learning_rate) == (7, 3, 0.02)
+    assert job.config.model.dim == 64
+    assert job.folder.parent == Path("there")
+    assert job.evaluate == ["evaluate", str(job.folder), "--device", "cpu"]
+
+
+def job_in(folder: Path, evaluate: bool = False, **changes: Any) -> Job:
+    config = tiny(**changes)
+    return Job(folder.name, config, folder, ["train"], ["evaluate"] if evaluate else None)
+
+
+def test_what_is_left_to_do_is_read_from_the_run(tmp_path: Path) -> None:
+    job = job_in(tmp_path, evaluate=True, steps=6)
+    assert job.next_command() is job.train
+    stop = Stop()
+    stop.wanted = True
+    train(job.config, tmp_path, stop)
+    assert job.next_command() is job.train
+    train(job.config, tmp_path)
+    assert job.next_command() is job.evaluate
+    assert job_in(tmp_path, steps=6).next_command() is None
+    results = tmp_path / "results.jsonl"
+    append_rows(results, [{"step": 6, "length": 6, "samples": 20}, {"step": 5, "length": 12, "samples": 20}])
+    assert job.next_command() is job.evaluate
+    append_rows(results, [{"step": 6, "length": 12, "samples": 20}])
+    assert job.next_command() is None
+    job.look()
+    assert job.step == 6
+    assert job.loss == log_of(tmp_path, "train")[-1]["loss"]
+
+
+def test_a_sweep_trains_measures_skips_and_survives_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    args = ["copy", "--methods", "softmax", "entmax", "--smoke", "--evaluate", "--device=cpu", "--side-by-side=2"]
+    args += ["--set", *EDITS, "steps=4"]
+    # A folder that holds another run makes one of the two fail.
+    other = tiny(steps=3)
+    broken = next(name for name in _folders(args) if "entmax" in name)
+    train(other, tmp_path / broken)
+
+    result = CliRunner().invoke(app, ["sweep", *args], catch_exceptions=False)
+    assert result.exit_code == 1, result.output
+    assert "copy/nape/softmax seed 0: finished, step 4" in result.output
+    assert "holds a run of another config" in result.output
+    assert "failed: " in result.output
+    assert "Traceback" not in result.output
+    (good,) = [path for path in (tmp_path / "runs").iterdir() if "softmax" in path.name]
+    assert [row["length"] for row in read_rows(good / "results.jsonl")] == [6, 12]
+    before = (good / "output.log").read_bytes()
+
+    args.remove("entmax")
+    result = CliRunner().invoke(app, ["sweep", *args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "training" not in result.output
+    assert (good / "output.log").read_bytes() == before
+
+
+def _folders(args: list[str]) -> list[str]:
+    seen: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweeps, "sweep", lambda jobs, *_: seen.extend(str(job.folder) for job in jobs))
+        CliRunner().invoke(app, ["sweep", *args], catch_exceptions=False)
+    return seen
+
+
+def long_job(folder: Path) -> Job:
+    edits = [*EDITS, "steps=200", "log_every=1"]
+    command = ["train", "copy", "--smoke", "--device=cpu", f"--out={folder}", *(f"--set={edit}" for edit in edits)]
+    return Job(folder.name, config_of("longspan/copy/nape/asentmax", 0, True, edits), folder, command)
+
+
+def test_a_sweep_that_is_over_has_every_run_save_itself_and_the_next_goes_on(tmp_path: Path) -> None:
+    first, second = jobs = [long_job(tmp_path / "first"), long_job(tmp_path / "second")]
+    states: list[tuple[str, str]] = []
+    stop = Stop()
+
+    def show() -> None:
+        states.append((first.state, second.state))
+        stop.wanted = first.step >= 3
+
+    sweep(jobs, 1, 60, stop, show, pause=0.01)
+    assert states[0] == ("training", "waiting")
+    assert states[-1] == ("stopped", "waiting")
+    (stopped,) = log_of(first.folder, "stopped")
+    assert 3 <= stopped["step"] == first.step < 200
+    assert not second.folder.exists()
+
+    again = long_job(first.folder)
+    sweep([again], 1, 60, Stop(), lambda: None, pause=0.01)
+    assert (again.state, again.step) == ("finished", 200)
+    assert [row["step"] for row in log_of(first.folder, "start")] == [0, stopped["step"]]
+
+    sweep([again, second], 1, 0.0, Stop(), lambda: None)  # no time at all
+    assert second.state == "waiting"
+
+
+def test_ctrl_c_stops_every_run_cleanly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "longspan.cli", "sweep", "copy", "--methods", "softmax", "--smoke", "--seeds=2"]
+    command += ["--side-by-side=2", "--device=cpu", "--set", *EDITS, "steps=100000", "log_every=1"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ}
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(list(tmp_path.glob("runs/*/log.jsonl"))) < 2:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "2 of 2 are not finished: the same command goes on." in output
+    assert "Traceback" not in output
+    for folder in (tmp_path / "runs").iterdir():
+        assert len(log_of(folder, "stopped")) == 1
+        assert list((folder / "checkpoints").glob("step-*"))
