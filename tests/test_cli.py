@@ -154,6 +154,7 @@ def test_recipes_are_listed() -> None:
 WRONG = {
     "task": (["train", "copyy"], "there is no recipe 'longspan/copyy/nape/asentmax'"),
     "method": (["train", "copy", "--method=hardmax"], "there is no recipe"),
+    "recipe-and-method": (["train", "paper/copy/nape/entmax", "--method=softmax"], "is a whole recipe"),
     "markup": (["train", "[/bold]"], "there is no recipe"),
     "edit-form": (["train", "copy", "--set", "steps"], "--set takes field=value, got 'steps'"),
     "edit-field": (["train", "copy", "--set", "stepz=3"], "there is no field 'stepz'"),

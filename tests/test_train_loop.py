@@ -226,15 +226,15 @@ def test_validation_keeps_the_best_and_of_equals_the_latest(tmp_path: Path, monk
     assert [step_of(path) for path in saved(tmp_path / "best")] == [28]
 
 
-def test_signals_set_a_flag_and_a_second_ctrl_c_breaks() -> None:
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_sets_a_flag_and_a_second_one_breaks(second: signal.Signals) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with stop_on_signals() as stop:
         assert not stop.wanted
         signal.raise_signal(signal.SIGTERM)
         assert stop.wanted
-        signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(second)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 

@@ -39,9 +39,11 @@ def folder_of(config: "RunConfig", runs: Path) -> Path:
 
 def train(
     what: Annotated[str, typer.Argument(help="A task (see `longspan tasks`) or a whole recipe name.")],
-    method: Annotated[str, typer.Option(help="See `longspan recipes`.")] = "asentmax",
-    position: Annotated[str, typer.Option(help="nope, alibi, nape or rope.")] = "nape",
-    recipe: Annotated[str, typer.Option(help="`paper` for the paper's training, `longspan` for ours.")] = "longspan",
+    method: Annotated[str | None, typer.Option(help="See `longspan recipes`; asentmax by default.")] = None,
+    position: Annotated[str | None, typer.Option(help="nope, alibi, nape or rope; nape by default.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="`paper`, or `longspan` for ours, the default.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     smoke: Annotated[bool, typer.Option("--smoke", help="A size that trains in seconds on a CPU.")] = False,
     edits: Annotated[
@@ -55,7 +57,9 @@ def train(
     """Train a model; Ctrl-C saves and stops, the same command goes on."""
     from longspan.train.loop import run, stop_on_signals
 
-    name = what if "/" in what else f"{recipe}/{what}/{position}/{method}"
+    if "/" in what and (method or position or recipe):
+        fail(f"{what!r} is a whole recipe: it says its method, position and author itself")
+    name = what if "/" in what else f"{recipe or 'longspan'}/{what}/{position or 'nape'}/{method or 'asentmax'}"
     config = config_of(name, seed, smoke, edits or [])
     folder = out or folder_of(config, Path("runs"))
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))

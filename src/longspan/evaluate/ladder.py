@@ -48,18 +48,16 @@ def measure(
     The samples depend on the purpose and the length alone: not on the device, nor on how many fit at once.
     """
     device = next(model.parameters()).device
-    half = precision == "bfloat16" and device.type == "cuda"
     started = time.monotonic()
-    exact = right = counted = 0
-    for batch in _batches(task, length, samples, purpose, _rows_at_once(model, task.time(length), device)):
-        tokens, targets, mask = (part.to(device) for part in batch)
-        columns = mask.any(0).nonzero().squeeze(1)
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            guesses = model(tokens, only=columns).argmax(-1)
-        hits, mask = guesses == targets[:, columns], mask[:, columns]
-        exact += int((hits | ~mask).all(1).sum())
-        right += int((hits & mask).sum())
-        counted += int(mask.sum())
+    rows = _rows_at_once(model, task.time(length), device)
+    while True:
+        try:
+            exact, right, counted = _counts(model, _batches(task, length, samples, purpose, rows), precision)
+            break
+        except torch.OutOfMemoryError:
+            if rows == 1:
+                raise
+            rows //= 2
     successes, trials = (exact, samples) if task.metric == "exact_match" else (right, counted)
     low, high = wilson(successes, trials)
     return Measurement(
@@ -71,6 +69,25 @@ def measure(
         samples,
         time.monotonic() - started,
     )
+
+
+def _counts(
+    model: Decoder, batches: Iterator[Batch], precision: Literal["float32", "bfloat16"]
+) -> tuple[int, int, int]:
+    """Sequences all right, tokens right, tokens that count."""
+    device = next(model.parameters()).device
+    half = precision == "bfloat16" and device.type == "cuda"
+    exact = right = counted = 0
+    for batch in batches:
+        tokens, targets, mask = (part.to(device) for part in batch)
+        columns = mask.any(0).nonzero().squeeze(1)
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            guesses = model(tokens, only=columns).argmax(-1)
+        hits, mask = guesses == targets[:, columns], mask[:, columns]
+        exact += int((hits | ~mask).all(1).sum())
+        right += int((hits & mask).sum())
+        counted += int(mask.sum())
+    return exact, right, counted
 
 
 def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:

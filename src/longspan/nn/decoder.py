@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from longspan.nn.attention import Attention
 from longspan.nn.cache import KVCache
 from longspan.nn.methods import build_attention
+from longspan.nn.norm import RMSNorm
 from longspan.nn.normalizers import Entmax, Normalizer, TopK
 from longspan.nn.positions import (
     NAPE,
@@ -61,7 +62,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocabulary, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim)
+        self.norm = RMSNorm(config.dim)
         self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             # Gemma's start: every matrix N(0, 0.02). A scaler keeps its own.
@@ -96,8 +97,8 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         dim, hidden = config.dim, config.hidden
-        self.before_attention, self.after_attention = nn.RMSNorm(dim), nn.RMSNorm(dim)
-        self.before_mlp, self.after_mlp = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.before_attention, self.after_attention = RMSNorm(dim), RMSNorm(dim)
+        self.before_mlp, self.after_mlp = RMSNorm(dim), RMSNorm(dim)
         self.attention = attention_of(config.attention, dim, config.heads)
         self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from longspan.nn.attention import Attention, width_of_head
+from longspan.nn.norm import RMSNorm
 from longspan.nn.normalizers import AdaptiveTemperature, Entmax, Normalizer, Softmax, StickBreaking, TopK
 from longspan.nn.positions import POSITIONS, Position
 from longspan.nn.scalers import Adaptive, NoScale, Scalable, Scaler, SSMax
@@ -87,7 +86,7 @@ def build_attention(
             raise ValueError(f"unknown position {position!r}; there are {', '.join(POSITIONS)}")
         position = POSITIONS[position](num_heads, head_dim)
     if qk_norm:
-        options |= {"query_norm": nn.RMSNorm(head_dim), "key_norm": nn.RMSNorm(head_dim)}
+        options |= {"query_norm": RMSNorm(head_dim), "key_norm": RMSNorm(head_dim)}
     return Attention(
         dim,
         num_heads,

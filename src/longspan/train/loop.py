@@ -48,14 +48,14 @@ class Stop:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Ctrl-C and SIGTERM set the flag instead of breaking a step; a second Ctrl-C breaks it all the same."""
+    """Ctrl-C and SIGTERM set the flag instead of breaking a step; a second one breaks it all the same."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if stop.wanted and number == signal.SIGINT:
+        if stop.wanted:
             raise KeyboardInterrupt
         stop(number, frame)
 
