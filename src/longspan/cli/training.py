@@ -41,9 +41,7 @@ def train(
     what: Annotated[str, typer.Argument(help="A task (see `longspan tasks`) or a whole recipe name.")],
     method: Annotated[str | None, typer.Option(help="See `longspan recipes`; asentmax by default.")] = None,
     position: Annotated[str | None, typer.Option(help="nope, alibi, nape or rope; nape by default.")] = None,
-    recipe: Annotated[
-        str | None, typer.Option(help="`paper`, or `longspan` for ours, the default.")
-    ] = None,
+    recipe: Annotated[str | None, typer.Option(help="`paper`, or `longspan` for ours, the default.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     smoke: Annotated[bool, typer.Option("--smoke", help="A size that trains in seconds on a CPU.")] = False,
     edits: Annotated[

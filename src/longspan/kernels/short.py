@@ -55,28 +55,39 @@ def _scores(q, k, rows, keys, offset, scale, slope, end, documents, first_docume
 
 
 @triton.jit
+def _row_block(Q, K, Slopes, Lengths, Documents, scale, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D,
+               CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr,
+               PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """This program's batch, head and rows, the keys, and their scores. One axis, whose limit is far, rows fastest."""
+    blocks = tl.cdiv(TQ, M)
+    pair = tl.program_id(0) // blocks
+    batch, head = (pair // H).to(tl.int64), (pair % H).to(tl.int64)
+    rows, keys, d = tl.program_id(0) % blocks * M + tl.arange(0, M), tl.arange(0, N), tl.arange(0, BLOCK_D)
+    end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
+    q = _load(Q + batch * q_b + head * q_h, rows, d, q_t, q_d, TQ, D)
+    k = _load(K + batch * k_b + head // GROUP * k_h, keys, d, k_t, k_d, TK, D)
+    scores = _scores(q, k, rows, keys, TK - TQ, scale, slope, end, Documents, batch * TK, TK,
+                     CAUSAL, SLOPES, DOCUMENTS, PRECISION)  # fmt: skip
+    return batch, head, rows, keys, k, scores
+
+
+@triton.jit
 def _forward(Q, K, V, O, Maximum, Height, Slopes, Lengths, Documents, a, scale,
              q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
              H, GROUP, TQ, TK, D, DV,
              KIND: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
              LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
              M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    batch = (tl.program_id(1) // H).to(tl.int64)
-    head = (tl.program_id(1) % H).to(tl.int64)
-    rows, keys = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, N)
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    kv_head = head // GROUP
-    end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
-    slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
-    q = _load(Q + batch * q_b + head * q_h, rows, d, q_t, q_d, TQ, D)
-    k = _load(K + batch * k_b + kv_head * k_h, keys, d, k_t, k_d, TK, D)
-    scores = _scores(q, k, rows, keys, TK - TQ, scale, slope, end, Documents, batch * TK, TK,
-                     CAUSAL, SLOPES, DOCUMENTS, PRECISION)  # fmt: skip
+    batch, head, rows, keys, _, scores = _row_block(
+        Q, K, Slopes, Lengths, Documents, scale, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D,
+        CAUSAL, SLOPES, LENGTHS, DOCUMENTS, PRECISION, M, N, BLOCK_D)  # fmt: skip
     maximum = row_maximum(scores)
     gap = scores - maximum[:, None]
     height = heights(gap, a, KIND, STEPS)
     p, _ = weights_and_gains(gap, height, a, KIND)
-    v = _load(V + batch * v_b + kv_head * v_h, keys, dv, v_t, v_d, TK, DV)
+    dv = tl.arange(0, BLOCK_DV)
+    v = _load(V + batch * v_b + head // GROUP * v_h, keys, dv, v_t, v_d, TK, DV)
     out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     _store(O + batch * o_b + head * o_h, out, rows, dv, o_t, o_d, TQ, DV)
     place = (batch * H + head) * TQ + rows
@@ -92,30 +103,23 @@ def _backward_rows(Q, K, V, dO, dQ, Maximum, Height, Mean, Slopes, dSlopes, Leng
                    LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
                    M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The gradient of a block of queries, and for every row the mean of the incoming gradient under its gains."""
-    batch = (tl.program_id(1) // H).to(tl.int64)
-    head = (tl.program_id(1) % H).to(tl.int64)
-    rows, keys = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, N)
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    kv_head = head // GROUP
-    end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
-    slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
-    q = _load(Q + batch * q_b + head * q_h, rows, d, q_t, q_d, TQ, D)
-    k = _load(K + batch * k_b + kv_head * k_h, keys, d, k_t, k_d, TK, D)
-    scores = _scores(q, k, rows, keys, TK - TQ, scale, slope, end, Documents, batch * TK, TK,
-                     CAUSAL, SLOPES, DOCUMENTS, PRECISION)  # fmt: skip
+    batch, head, rows, keys, k, scores = _row_block(
+        Q, K, Slopes, Lengths, Documents, scale, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D,
+        CAUSAL, SLOPES, LENGTHS, DOCUMENTS, PRECISION, M, N, BLOCK_D)  # fmt: skip
     place = (batch * H + head) * TQ + rows
     maximum = tl.load(Maximum + place, mask=rows < TQ, other=0.0)
     height = tl.load(Height + place, mask=rows < TQ, other=0.0)
     _, gain = weights_and_gains(scores - maximum[:, None], height, a, KIND)
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     d_o = _load(dO + batch * o_b + head * o_h, rows, dv, o_t, o_d, TQ, DV)
-    v = _load(V + batch * v_b + kv_head * v_h, keys, dv, v_t, v_d, TK, DV)
+    v = _load(V + batch * v_b + head // GROUP * v_h, keys, dv, v_t, v_d, TK, DV)
     d_p = tl.dot(d_o, tl.trans(v), input_precision=PRECISION)
     mean = tl.sum(gain * d_p, 1) / tl.maximum(tl.sum(gain, 1), 1e-37)
     tl.store(Mean + place, mean, mask=rows < TQ)
     d_s = gain * (d_p - mean[:, None])
     if SLOPES:
         d_slope = -tl.sum(tl.sum(d_s * _distances(rows, keys, TK - TQ), 1), 0)
-        tl.store(dSlopes + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), d_slope)
+        tl.store(dSlopes + tl.program_id(0), d_slope)
     d_q = tl.dot(d_s.to(k.dtype), k, input_precision=PRECISION) * scale
     _store(dQ + batch * dq_b + head * dq_h, d_q, rows, d, dq_t, dq_d, TQ, D)
 
@@ -128,10 +132,10 @@ def _backward_keys(Q, K, V, dO, dK, dV, Maximum, Height, Mean, Slopes, Lengths, 
                    LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
                    M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The gradients of a block of keys and values, over the queries that see it, in a fixed order."""
-    kv_heads = H // GROUP
-    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
-    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
-    first = tl.program_id(0) * N
+    kv_heads, blocks = H // GROUP, tl.cdiv(TK, N)
+    pair = tl.program_id(0) // blocks
+    batch, kv_head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    first = tl.program_id(0) % blocks * N
     keys = first + tl.arange(0, N)
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
@@ -187,9 +191,12 @@ def _constants(
 
 
 def _row_blocks(q: Tensor, k: Tensor) -> dict[str, int]:
-    """Blocks of whole rows: all keys, and as many rows as registers hold."""
+    """Blocks of whole rows: all keys, and as many rows as registers hold.
+
+    Two warps: with more, warps share a row and repeat each other's work (twice the instructions a row on sm_90).
+    """
     keys = max(16, triton.next_power_of_2(k.shape[2]))
-    return {"M": 64 if keys <= 64 else 32 if keys <= 128 else 16, "N": keys, "num_warps": 4}
+    return {"M": 32 if keys <= 128 else 16, "N": keys, "num_warps": 2}
 
 
 @torch.library.custom_op("longspan::short_attention", mutates_args=())
@@ -203,7 +210,7 @@ def short_attention(
     maximum, height = (q.new_empty(batch, heads, time, dtype=torch.float32) for _ in range(2))
     documents = None if documents is None else documents.contiguous()
     blocks = _row_blocks(q, k)
-    _forward[triton.cdiv(time, blocks["M"]), batch * heads](
+    _forward[(triton.cdiv(time, blocks["M"]) * batch * heads,)](
         q, k, v, out, maximum, height, slopes, lengths, documents, alpha - 1, scale,
         *q.stride(), *k.stride(), *v.stride(), *out.stride(),
         heads, heads // k.shape[1], time, k.shape[2], q.shape[3], v.shape[3],
@@ -242,11 +249,11 @@ def short_attention_backward(
     constants = _constants(q, v, slopes, lengths, documents, alpha, causal)
     sizes = heads, heads // kv_heads, time, k.shape[2], q.shape[3], v.shape[3]
     strides = *q.stride(), *k.stride(), *v.stride(), *d_out.stride()
-    _backward_rows[row_blocks, batch * heads](
+    _backward_rows[(row_blocks * batch * heads,)](
         q, k, v, d_out, d_q, maximum, height, mean, slopes, d_slopes, lengths, documents, alpha - 1, scale,
         *strides, *d_q.stride(), *sizes, **blocks, **constants,
     )  # fmt: skip
-    _backward_keys[triton.cdiv(k.shape[2], 64), batch * kv_heads](
+    _backward_keys[(triton.cdiv(k.shape[2], 64) * batch * kv_heads,)](
         q, k, v, d_out, d_k, d_v, maximum, height, mean, slopes, lengths, documents, alpha - 1, scale,
         *strides, *d_k.stride(), *d_v.stride(), *sizes, M=32, N=64, num_warps=4, **constants,
     )  # fmt: skip
