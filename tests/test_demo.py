@@ -117,3 +117,11 @@ def test_the_papers_table_is_whole() -> None:
     assert all(tuple(row) == LENGTHS for row in ACCURACY.values())
     assert ACCURACY["asentmax, gamma 3"][4096] == 62.7
     assert set(demo.PAPER_ROWS.values()) <= set(ACCURACY)
+
+
+def test_the_commit_can_be_told_where_the_history_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGSPAN_COMMIT", "0123456789ab")
+    assert provenance()["commit"] == "0123456789ab"
+    monkeypatch.delenv("LONGSPAN_COMMIT")
+    monkeypatch.setenv("PATH", "")
+    assert provenance()["commit"] is None

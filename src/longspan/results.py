@@ -58,11 +58,21 @@ def provenance(device: torch.device | str | None = None) -> Row:
 
 
 def _commit() -> str | None:
-    """The checked-out commit of the source tree, marked if the tree differs from it; None where there is none."""
-    here = Path(__file__).parent
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    """The commit of the source tree, marked if the tree differs from it; None where there is none.
+
+    The environment variable LONGSPAN_COMMIT tells it where the tree travels without its history.
+    """
+    if told := os.environ.get("LONGSPAN_COMMIT"):
+        return told
+    here = Path(__file__)
+    if _git(here.parent, "ls-files", here.name):  # and not merely installed somewhere inside another repository
+        return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        run = subprocess.run(command, cwd=here, capture_output=True, text=True)
+        run = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
     except FileNotFoundError:
         return None
     return run.stdout.strip() or None
