@@ -12,7 +12,7 @@ from longspan.functional.scores import Rules, visible_tokens
 from longspan.nn.cache import KVCache
 from longspan.nn.normalizers import Normalizer
 from longspan.nn.positions import Position
-from longspan.nn.scalers import Scaler
+from longspan.nn.scalers import NoScale, Scaler
 
 
 def width_of_head(dim: int, num_heads: int) -> int:
@@ -102,6 +102,8 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _scaled(self, q: Tensor, x: Tensor, rules: Rules, key_time: int) -> Tensor:
+        if isinstance(self.scaler, NoScale):
+            return q  # nobody asks for n, whose count sorts the documents
         n = visible_tokens(rules, q.shape[2], key_time, q.shape[0], q.device)  # (B, T)
         scale = self.scaler(x, n)  # (B, H, T)
         if scale is None:
