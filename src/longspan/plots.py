@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 # Dense methods in warm colours, sparse ones in cool ones; a method has one colour in every figure.
 COLOURS = {
@@ -11,16 +11,24 @@ COLOURS = {
     "adaptive temperature": "#edae49",
     "ssmax": "#e07a3f",
     "top-2": "#8d96a3",
+    "entmax 1.25": "#8ecae6",
     "entmax 1.5": "#3a86c8",
+    "entmax 1.75": "#5e60ce",
+    "entmax 2": "#1d3557",
+    "entmax 4": "#7b2cbf",
     "asentmax": "#0b6e4f",
+    "asentmax, γ = -0.5": "#95d5b2",
+    "asentmax, γ = 1": "#40916c",
+    "asentmax, γ = 2": "#0b6e4f",
 }
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")  # Okabe and Ito, safe for the colour-blind
 
-Curve = Mapping[int, float]
+Curve = Mapping[int, float] | Mapping[float, float]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: curves by method, length on the x axis."""
+    """One set of axes: curves by method, length on the x axis. `marks`: dashed vertical lines in a curve's colour."""
 
     title: str
     y_label: str
@@ -31,37 +39,63 @@ class Panel:
     y_scale: str = "linear"
     y_limits: tuple[float, float] | None = None
     x_label: str = "items"
+    x_scale: Literal["log", "linear"] = "log"
+    x_ticks: Sequence[float] | None = None  # by default, every length on a logarithmic axis
+    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    colours: Mapping[str, str] = field(default_factory=dict)
+    marker: str = "o"
 
 
-def draw(panels: Sequence[Panel], path: Path, width: float = 7.2, height: float = 4.4) -> None:
-    """Draw the panels side by side into a PNG, written whole or not at all."""
+def draw(
+    panels: Sequence[Panel], path: Path, width: float = 7.2, height: float = 4.4, columns: int | None = None
+) -> None:
+    """Draw the panels into a PNG, PDF or SVG, written whole or not at all.
+
+    They stand side by side, each with its legend; or in a grid of `columns`, with one legend for all below.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, all_axes = pyplot.subplots(1, len(panels), figsize=(width * len(panels), height), squeeze=False)
-    for panel, axes in zip(panels, all_axes[0], strict=True):
+    across = columns or len(panels)
+    down = -(-len(panels) // across)
+    figure, all_axes = pyplot.subplots(down, across, figsize=(width * across, height * down), squeeze=False)
+    for panel, axes in zip(panels, all_axes.flat, strict=False):
         _draw_panel(axes, panel)
-    figure.tight_layout()
+    for empty in all_axes.flat[len(panels) :]:
+        empty.set_visible(False)
+    below = 0.0 if columns is None else _share_legend(figure, all_axes.flat[: len(panels)])
+    figure.tight_layout(rect=(0, below, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".part.png")
+    draft = path.with_suffix(f".part{path.suffix}")
     figure.savefig(draft, dpi=144)
     pyplot.close(figure)
     draft.replace(path)
 
 
+def _share_legend(figure: Any, all_axes: Any) -> float:
+    """One legend at the bottom in place of the panels' own; the share of the height that it takes."""
+    lines: dict[str, Any] = {}
+    for axes in all_axes:
+        handles, labels = axes.get_legend_handles_labels()
+        lines |= dict(zip(labels, handles, strict=True))
+        axes.get_legend().remove()
+    figure.legend(lines.values(), lines.keys(), loc="lower center", ncols=min(len(lines), 8), frameon=False)
+    return float(0.35 / figure.get_figheight())
+
+
 def _draw_panel(axes: Any, panel: Panel) -> None:
-    lengths = sorted({length for curve in panel.curves.values() for length in curve})
-    colours = dict(COLOURS)
+    lengths: list[float] = sorted({length for curve in panel.curves.values() for length in curve})
+    colours = {**COLOURS, **panel.colours}
     for method, curve in panel.curves.items():
         ours = method == "asentmax"
         (line,) = axes.plot(
             list(curve),
             list(curve.values()),
             label=method,
-            color=COLOURS.get(method),
-            marker="o",
+            color=colours.get(method),
+            marker=panel.marker,
             markersize=4.5,
             linewidth=2.6 if ours else 1.7,
             zorder=3 if ours else 2,
@@ -72,7 +106,11 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
         axes.plot(list(curve), list(curve.values()), **style)
     if panel.dotted:
         axes.plot([], [], color="grey", linestyle=":", linewidth=1, label=panel.dotted_label)
-    axes.set_xscale("log", base=2)
+    for method, places in panel.marks.items():
+        for place in places:
+            axes.axvline(place, color=colours.get(method), linestyle="--", linewidth=1, alpha=0.8, zorder=1.8)
+    if panel.x_scale == "log":
+        axes.set_xscale("log", base=2)
     axes.set_yscale(panel.y_scale)
     if panel.trained_to is not None:
         axes.axvspan(lengths[0] / 2**0.5, panel.trained_to, color="grey", alpha=0.15, linewidth=0)
@@ -80,8 +118,12 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
             "trained", (panel.trained_to, 0.02), xycoords=("data", "axes fraction"), xytext=(-4, 0),
             textcoords="offset points", ha="right", fontsize=9, color="grey", rotation=90,
         )  # fmt: skip
-    axes.set_xlim(lengths[0] / 2**0.5, lengths[-1] * 2**0.25)
-    axes.set_xticks(lengths, [str(length) for length in lengths])
+    if panel.x_scale == "log":
+        ticks = lengths if panel.x_ticks is None else panel.x_ticks
+        axes.set_xlim(lengths[0] / 2**0.5, lengths[-1] * 2**0.25)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    elif panel.x_ticks is not None:
+        axes.set_xticks(panel.x_ticks)
     if panel.y_limits is not None:
         axes.set_ylim(*panel.y_limits)
     axes.set_xlabel(panel.x_label)

@@ -1,0 +1,106 @@
+"""`longspan probe` and `longspan figure probe`: the claims of the theory, measured."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from longspan.cli.console import console, fail, print_whole
+from longspan.probes import Probe, Size, all_probes, get_probe
+
+
+class SizeName(StrEnum):
+    small = "small"
+    paper = "paper"
+
+
+class Format(StrEnum):
+    png = "png"
+    pdf = "pdf"
+    svg = "svg"
+
+
+SIZES: dict[SizeName, Size] = {SizeName.small: "small", SizeName.paper: "paper"}
+
+
+def probe(
+    name: Annotated[str | None, typer.Argument(help="A probe; without one, they are listed.")] = None,
+    size: Annotated[SizeName, typer.Option(help="Seconds on a CPU, or the paper's lengths.")] = SizeName.small,
+    out: Annotated[Path, typer.Option(help="Folder for the rows and the figure.")] = Path("probes"),
+    format: Annotated[Format, typer.Option(help="Of the figure.")] = Format.png,
+) -> None:
+    """Measure one claim of the theory: rows, a figure, a table and whether it agrees with the paper."""
+    from longspan.results import append_rows, provenance
+
+    if name is None:
+        _list()
+        return
+    chosen = get_probe(name)
+    origin = {"probe": chosen.name, "size": size.value} | provenance("cpu")
+    rows = _measured(chosen, SIZES[size])
+    path, figure = out / f"{chosen.name}.jsonl", out / f"{chosen.name}.{format.value}"
+    path.unlink(missing_ok=True)
+    append_rows(path, (row | origin for row in rows))
+    chosen.draw(rows, figure)
+    print_whole(_table(chosen.table(rows)))
+    console.print(f"[bold]claim[/bold]   {escape(chosen.claim)}", highlight=False)
+    agrees, said = chosen.verdict(rows)
+    word = "[bold green]agrees[/bold green] " if agrees else "[bold red]differs[/bold red]"
+    console.print(f"{word} {escape(said)}", highlight=False)
+    console.print(f"Written: {path}, {figure}", soft_wrap=True)
+
+
+def redraw(
+    name: Annotated[str, typer.Argument(help="A probe, see `longspan probe`.")],
+    rows: Annotated[Path, typer.Option(help="The rows that `longspan probe` wrote.", exists=True, dir_okay=False)],
+    out: Annotated[Path | None, typer.Option(help="A .png, .pdf or .svg; beside the rows by default.")] = None,
+) -> None:
+    """Draw a probe's figure from its rows."""
+    from longspan.results import read_rows
+
+    chosen = get_probe(name)
+    measured = list(read_rows(rows))
+    if not measured or any(row.get("probe") != chosen.name for row in measured):
+        fail(f"{rows} does not hold rows of the probe {name}")
+    figure = out or rows.with_suffix(".png")
+    if figure.suffix.lstrip(".") not in list(Format):
+        fail(f"a figure is one of {', '.join(Format)}, got {figure}")
+    chosen.draw(measured, figure)
+    console.print(f"written: {figure}", soft_wrap=True)
+
+
+def _list() -> None:
+    listing = Table("probe", "what the paper says", box=None)
+    for each in all_probes():
+        listing.add_row(f"[bold]{each.name}[/bold]", escape(each.claim))
+    console.print(listing)
+
+
+def _measured(chosen: Probe, size: Size) -> list[dict[str, Any]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
+        bar = progress.add_task(chosen.name, total=None, note="")
+
+        def report(done: int, total: int, note: str) -> None:
+            progress.update(bar, completed=done, total=total, note=note)
+
+        return list(chosen.measure(size, report))
+
+
+def _table(lines: list[dict[str, Any]]) -> Table:
+    drawn = Table(box=None, header_style="bold")
+    for column, value in lines[0].items():
+        drawn.add_column(column, justify="left" if isinstance(value, str) else "right", no_wrap=True)
+    for line in lines:
+        drawn.add_row(*(_cell(value) for value in line.values()))
+    return drawn
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else escape(str(value))
