@@ -35,7 +35,7 @@ CONTENDERS: dict[str, Callable[[Tensor], Tensor]] = {
     "entmax_bisect 1.75": lambda scores: entmax_bisect(scores, alpha=1.75, dim=-1),
     "torch softmax": lambda scores: scores.softmax(-1),
 }
-# Ours, theirs, and how many times as fast the issue asks ours to be.
+# Ours, theirs, and how many times as fast ours ought to be.
 PAIRS = (
     ("longspan 1.5", "entmax15", 3.0),
     ("longspan 2", "sparsemax", None),
