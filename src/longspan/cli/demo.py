@@ -24,8 +24,8 @@ def demo(
     config = story.DemoConfig(steps=steps, samples=samples, seed=seed)
     rows: list[dict[str, object]] = []
     path = out / "rows.jsonl"
+    origin = provenance()  # before the old rows go: they may be part of the tree
     path.unlink(missing_ok=True)
-    origin = provenance()
     started = time.monotonic()
     interrupted = False
     try:
