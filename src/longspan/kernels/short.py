@@ -173,6 +173,13 @@ def _like_tokens(heads: Tensor) -> Tensor:
     return heads.new_empty(batch, time, num_heads, dim).transpose(1, 2)
 
 
+def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the output, the maxima and the heights."""
+    out = _like_tokens(q[..., :1].expand(*q.shape[:3], v.shape[3]))
+    maximum, height = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+    return out, maximum, height
+
+
 def _constants(
     q: Tensor, v: Tensor, slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
     alpha: float, causal: bool,
@@ -206,8 +213,7 @@ def short_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The output, and the maximum and the height of every row."""
     batch, heads, time, _ = q.shape
-    out = _like_tokens(q if v.shape[3] == q.shape[3] else q[..., :1].expand(*q.shape[:3], v.shape[3]))
-    maximum, height = (q.new_empty(batch, heads, time, dtype=torch.float32) for _ in range(2))
+    out, maximum, height = _outputs(q, v)
     documents = None if documents is None else documents.contiguous()
     blocks = _row_blocks(q, k)
     _forward[(triton.cdiv(time, blocks["M"]) * batch * heads,)](
@@ -224,10 +230,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
     alpha: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    batch, heads, time, _ = q.shape
-    out = _like_tokens(q if v.shape[3] == q.shape[3] else q[..., :1].expand(*q.shape[:3], v.shape[3]))
-    maximum, height = (q.new_empty(batch, heads, time, dtype=torch.float32) for _ in range(2))
-    return out, maximum, height
+    return _outputs(q, v)
 
 
 @torch.library.custom_op("longspan::short_attention_backward", mutates_args=())
