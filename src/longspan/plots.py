@@ -46,8 +46,23 @@ class Panel:
     marker: str = "o"
 
 
+@dataclass(frozen=True)
+class Map:
+    """One set of axes: values in [0, 1] over a square, `values[y][x]`, with lines and points of (x, y) over them."""
+
+    title: str
+    x_label: str
+    y_label: str
+    ticks: Sequence[float]
+    values: Sequence[Sequence[float]]
+    value_label: str
+    lines: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    points: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    colours: Mapping[str, str] = field(default_factory=dict)
+
+
 def draw(
-    panels: Sequence[Panel], path: Path, width: float = 7.2, height: float = 4.4, columns: int | None = None
+    panels: Sequence[Panel | Map], path: Path, width: float = 7.2, height: float = 4.4, columns: int | None = None
 ) -> None:
     """Draw the panels into a PNG, PDF or SVG, written whole or not at all.
 
@@ -62,7 +77,10 @@ def draw(
     down = -(-len(panels) // across)
     figure, all_axes = pyplot.subplots(down, across, figsize=(width * across, height * down), squeeze=False)
     for panel, axes in zip(panels, all_axes.flat, strict=False):
-        _draw_panel(axes, panel)
+        if isinstance(panel, Map):
+            _draw_map(axes, panel)
+        else:
+            _draw_panel(axes, panel)
     for empty in all_axes.flat[len(panels) :]:
         empty.set_visible(False)
     below = 0.0 if columns is None else _share_legend(figure, all_axes.flat[: len(panels)])
@@ -80,7 +98,8 @@ def _share_legend(figure: Any, all_axes: Any) -> float:
     for axes in all_axes:
         handles, labels = axes.get_legend_handles_labels()
         lines |= dict(zip(labels, handles, strict=True))
-        axes.get_legend().remove()
+        if (legend := axes.get_legend()) is not None:
+            legend.remove()
     figure.legend(lines.values(), lines.keys(), loc="lower center", ncols=min(len(lines), 8), frameon=False)
     return float(0.35 / figure.get_figheight())
 
@@ -132,3 +151,22 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
+
+
+def _draw_map(axes: Any, panel: Map) -> None:
+    low, high = panel.ticks[0], panel.ticks[-1]
+    image = axes.imshow(
+        panel.values, origin="lower", extent=(low, high, low, high), cmap="cividis", vmin=0, vmax=1, aspect="equal"
+    )
+    for name, line in panel.lines.items():
+        axes.plot(*zip(*line, strict=True), label=name, color=panel.colours.get(name), linewidth=1.8)
+    for name, points in panel.points.items():
+        style = {"marker": "o", "markersize": 4, "linestyle": "", "markeredgecolor": "black", "markeredgewidth": 0.6}
+        axes.plot(*zip(*points, strict=True), label=name, color=panel.colours.get(name), **style)
+    axes.figure.colorbar(image, ax=axes, label=panel.value_label, fraction=0.046, pad=0.03)
+    axes.set(xlim=(low, high), ylim=(low, high), xticks=panel.ticks, yticks=panel.ticks)
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+    axes.set_title(panel.title, fontsize=11)
+    if panel.lines or panel.points:
+        axes.legend(frameon=False, fontsize=9)
