@@ -142,8 +142,8 @@ def _verdict(rows: Sequence[Row]) -> tuple[bool, str]:
     scaled = _scaled(_curve(rows, "exact"), -0.5)[last]
     said = (
         f"The measured range is the exact expectation within {deviation:.1f} standard errors, which is {shares[0]:.3f} "
-        f"of the law at n = {first} and {shares[-1]:.3f} at n = {last}. So (log n)^-0.5 leaves a growth by {scaled - 1:.0%} "
-        f"between the two; there the range grows as (log n)^{growth(first, last):.2f}."
+        f"of the law at n = {first} and {shares[-1]:.3f} at n = {last}. So (log n)^-0.5 leaves a growth by "
+        f"{scaled - 1:.0%} between the two; there the range grows as (log n)^{growth(first, last):.2f}."
     )
     return deviation < 5 and below and shares == sorted(shares) and shares[-1] > 0.9, said
 
