@@ -8,7 +8,7 @@ try:
 except ImportError as error:
     sys.exit(f"the command line needs {error.name}: pip install 'longspan[cli,train,plots]'")
 
-from longspan.cli import demo, probes, sweep, tables, training
+from longspan.cli import demo, inspect, probes, sweep, tables, training
 from longspan.cli.console import fail
 
 app = typer.Typer(
@@ -23,11 +23,13 @@ app.add_typer(tables.tasks_app, name="tasks")
 app.command()(tables.recipes)
 app.command()(training.train)
 app.command()(training.evaluate)
+app.command()(inspect.inspect)
 app.command(cls=sweep.Spread)(sweep.sweep)
 app.command()(tables.table)
 app.add_typer(tables.figure_app, name="figure")
 app.command()(probes.probe)
 tables.figure_app.command("probe")(probes.redraw)
+tables.figure_app.command("maps")(inspect.redraw_maps)
 
 
 def main() -> None:
