@@ -68,7 +68,7 @@ def _boundary(weights: Weights, alpha: float, rays: int) -> list[Row]:
     found: list[Row] = []
     for k in range(rays):
         angle = 2 * math.pi * (k + 0.5) / rays
-        direction = (math.cos(angle), math.sin(angle))
+        direction = [math.cos(angle), math.sin(angle)]
         ray = torch.tensor(direction, dtype=torch.float64)
         value = 0 if max(direction) > 0 else 1
         radius = (zero_radius if value == 0 else one_radius)(direction, alpha)
