@@ -1,9 +1,9 @@
 """Proposition 2, second part: does a sparser attention let more gradient through?
 
-Decoders of 8 layers that differ in alpha alone are trained on Delayed Copy from the same weights on the same batches.
-Measured at points of the training, for every layer: the norm of the loss's gradient with respect to the layer's input,
-the norm of that input, and the attention paths, a path being an edge j -> k with a weight above zero in some head or
-the residual's j = k.
+Decoders of 8 layers that differ in alpha alone are trained on Delayed Copy, for each seed from the same weights on the
+same batches. Measured at points of the training, for every layer: the norm of the loss's gradient with respect to the
+layer's input, the norm of that input, and the attention paths, a path being an edge j -> k with a weight above zero in
+some head or the residual's j = k.
 
 Two things besides over-squashing move a gradient norm, and the paper holds neither still. It falls with the loss,
 whose slope vanishes where the answer is known. And after RMS norms the size of the hidden states is arbitrary: states
@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from longspan.train.config import OptimizerConfig, RunConfig
 from longspan.train.trainer import Trainer, model_of
 
 ALPHAS = (1.0, 1.5, 2.0)
+SEEDS = (0, 1, 2)
 LAYERS = 8
 LOOKS = 10  # measurements during the training, after the one before it
 SEQUENCES = 32  # of a measurement
@@ -45,12 +47,12 @@ class Scale(NamedTuple):
 
 
 SCALES: dict[Size, Scale] = {
-    "small": Scale(length=64, symbols=8, dim=64, heads=4, steps=300, batch=16),
+    "small": Scale(length=32, symbols=8, dim=48, heads=4, steps=300, batch=16),
     "paper": Scale(length=256, symbols=32, dim=256, heads=8, steps=4000, batch=64),
 }
 
 
-def run_config(scale: Scale, alpha: float, seed: int = 0) -> RunConfig:
+def run_config(scale: Scale, alpha: float, seed: int) -> RunConfig:
     """The run of one alpha. The paper does not say its position or optimiser: NAPE and Muon are ours."""
     options: dict[str, float] = {"num_symbols": scale.symbols}
     attention = AttentionConfig(method="entmax", position="nape", alpha=alpha)
@@ -156,36 +158,44 @@ def _measure(size: Size, report: Report) -> Iterator[Row]:
     task = get_task("delayed_copy", num_symbols=scale.symbols)
     generator = torch.Generator().manual_seed(stream_seed("test", scale.length))
     batch = Batch(*(part.to(device) for part in task.sample(SEQUENCES, scale.length, generator=generator)))
-    for number, alpha in enumerate(ALPHAS):
-        trainer = Trainer(run_config(scale, alpha), device)
+    cells = [(seed, alpha) for seed in SEEDS for alpha in ALPHAS]
+    for number, (seed, alpha) in enumerate(cells):
+        trainer = Trainer(run_config(scale, alpha, seed), device)
+        origin = {"seed": seed, "alpha": alpha, "n": batch.tokens.shape[1], "trained_on": device}
         for step in range(scale.steps + 1):
             if step % (scale.steps // LOOKS) == 0:
-                report(number * scale.steps + step, len(ALPHAS) * scale.steps, f"alpha {alpha:g}")
+                report(number * scale.steps + step, len(cells) * scale.steps, f"seed {seed}, alpha {alpha:g}")
                 model, _ = model_of(trainer.checkpoint(), device)  # a compiled one would not see the hooks
-                for row in look(model, batch):
-                    yield {"alpha": alpha, "step": step, "n": batch.tokens.shape[1], "trained_on": device} | row
+                yield from (origin | {"step": step} | row for row in look(model, batch))
             if step < scale.steps:
                 trainer.advance()
-    report(len(ALPHAS) * scale.steps, len(ALPHAS) * scale.steps, "")
+    report(len(cells) * scale.steps, len(cells) * scale.steps, "")
+
+
+def _mean(rows: Sequence[Row], alpha: float, step: int, layer: int, what: str) -> float:
+    """The mean over seeds, of norms and losses the geometric one."""
+    wanted = (alpha, step, layer)
+    values = [row[what] for row in rows if (row["alpha"], row["step"], row["layer"]) == wanted]
+    return geometric_mean(values) if what in ("gradient", "state", "loss") else fmean(values)
 
 
 def _layers(rows: Sequence[Row], alpha: float, step: int, what: str) -> dict[int, float]:
-    return {row["layer"]: row[what] for row in rows if row["alpha"] == alpha and row["step"] == step}
+    return {layer: _mean(rows, alpha, step, layer, what) for layer in range(1, LAYERS + 1)}
 
 
 def _history(rows: Sequence[Row], alpha: float, layer: int) -> dict[float, float]:
     """The gradient's norm by the loss, in the order of the training."""
-    return {row["loss"]: row["gradient"] for row in rows if row["alpha"] == alpha and row["layer"] == layer}
+    steps = sorted({row["step"] for row in rows})
+    return {_mean(rows, alpha, step, layer, "loss"): _mean(rows, alpha, step, layer, "gradient") for step in steps}
 
 
 def at_loss(history: dict[float, float], loss: float) -> float:
     """The norm when the loss first came down to `loss`, by a straight line through the logarithms."""
-    points = list(history.items())
-    for (before, high), (after, low) in itertools.pairwise(points):
+    for (before, high), (after, low) in itertools.pairwise(history.items()):
         if after <= loss <= before:
-            share = (math.log(before) - math.log(loss)) / max(math.log(before) - math.log(after), 1e-12)
-            return math.exp((1 - share) * math.log(high) + share * math.log(low))
-    return points[-1][1]
+            share = math.log(before / loss) / math.log(before / after)
+            return high ** (1 - share) * low**share
+    return [*history.values()][-1]
 
 
 def _ratios(rows: Sequence[Row], alpha: float, step: int) -> dict[int, float]:
@@ -245,42 +255,44 @@ def _table(rows: Sequence[Row]) -> list[Row]:
     end = max(row["step"] for row in rows)
     table: list[Row] = []
     for alpha in ALPHAS:
-        last = [row for row in rows if row["alpha"] == alpha and row["step"] == end]
-        line: Row = {"method": method_name(alpha), "loss": last[0]["loss"]}
-        line |= {f"gradient, layer {row['layer']}": row["gradient"] for row in (last[0], last[-1])}
+        gradient, read = (_layers(rows, alpha, end, what) for what in ("gradient", "support"))
+        state, loss = (_mean(rows, alpha, end, 1, what) for what in ("state", "loss"))
+        line: Row = {"method": method_name(alpha), "loss": loss}
+        line |= {f"gradient, layer {layer}": gradient[layer] for layer in (1, LAYERS)}
         line["over softmax's, equal weights"] = _ratios(rows, alpha, 0)[1]
-        line["d log loss / d log state"] = last[0]["gradient"] * last[0]["state"] / last[0]["loss"]
-        line |= {f"read, layer {row['layer']}": row["support"] for row in (last[0], last[-1])}
-        table.append(line | {"log10 paths": last[0]["log10_paths"]})
+        line["d log loss / d log state"] = gradient[1] * state / loss
+        line |= {f"read, layer {layer}": read[layer] for layer in (1, LAYERS)}
+        table.append(line | {"log10 paths": _mean(rows, alpha, end, 1, "log10_paths")})
     return table
 
 
 def _verdict(rows: Sequence[Row]) -> tuple[bool, str]:
     end, n = max(row["step"] for row in rows), rows[0]["n"]
     sparse = [alpha for alpha in ALPHAS if alpha > 1]
-    paths = [_layers(rows, alpha, end, "log10_paths")[1] for alpha in ALPHAS]
+    paths = [_mean(rows, alpha, end, 1, "log10_paths") for alpha in ALPHAS]
     fewer = all(more > less for more, less in itertools.pairwise(paths))
     dense = all(support > 0.99 * (n + 1) / 2 for support in _layers(rows, 1.0, end, "support").values())
-    ratios = {alpha: _ratios(rows, alpha, end) for alpha in sparse}
-    mean = {alpha: math.exp(sum(map(math.log, by_layer.values())) / LAYERS) for alpha, by_layer in ratios.items()}
-    losses = {alpha: _layers(rows, alpha, end, "loss")[1] for alpha in ALPHAS}
+    by_seed = [[row for row in rows if row["seed"] == seed] for seed in sorted({row["seed"] for row in rows})]
+    stronger = {alpha: [geometric_mean(_ratios(part, alpha, end).values()) for part in by_seed] for alpha in sparse}
+    losses = {alpha: _mean(rows, alpha, end, 1, "loss") for alpha in ALPHAS}
     common = max(losses.values())
     histories = {alpha: _history(rows, alpha, 1) for alpha in ALPHAS}
     equal = {alpha: at_loss(histories[alpha], common) / at_loss(histories[1.0], common) for alpha in sparse}
-
-    def by_alpha(numbers: dict[float, float]) -> str:
-        return ", ".join(f"{number:.2f} (α = {alpha:g})" for alpha, number in numbers.items())
-
-    spread = [ratio for by_layer in ratios.values() for ratio in by_layer.values()]
+    before = {alpha: _ratios(rows, alpha, 0)[1] for alpha in sparse}
     said = (
         f"Paths to the last token through {LAYERS} layers: "
         + ", ".join(f"10^{count:.1f} (α = {alpha:g})" for alpha, count in zip(ALPHAS, paths, strict=True))
-        + f". Gradient norm over softmax's after training, mean over the layers: {by_alpha(mean)}, in single layers "
-        f"{min(spread):.2f} to {max(spread):.2f}. But the losses are {losses[1.0]:.2g} for softmax and up to "
-        f"{common:.2g}: when each came down to {common:.2g}, the first layer's ratio was {by_alpha(equal)}; "
-        f"before training, with equal weights, {by_alpha({alpha: _ratios(rows, alpha, 0)[1] for alpha in sparse})}."
+        + ". Gradient norm over softmax's after training, mean over the layers, by seed: "
+        + "; ".join(f"{', '.join(f'{r:.2f}' for r in ratios)} (α = {alpha:g})" for alpha, ratios in stronger.items())
+        + ". But the losses differ too: "
+        + ", ".join(f"{loss:.2g} (α = {alpha:g})" for alpha, loss in losses.items())
+        + f". When each came down to {common:.2g}, the first layer's ratio was "
+        + ", ".join(f"{ratio:.2f} (α = {alpha:g})" for alpha, ratio in equal.items())
+        + "; before training, with equal weights, "
+        + ", ".join(f"{ratio:.2f} (α = {alpha:g})" for alpha, ratio in before.items())
+        + "."
     )
-    return fewer and dense and all(ratio > 1 for ratio in mean.values()), said
+    return fewer and dense and all(geometric_mean(ratios) > 1 for ratios in stronger.values()), said
 
 
 PROBE = Probe(
