@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from longspan.functional import entmax
 from longspan.nn.decoder import Block, Decoder
 from longspan.probes import over_squashing
 from longspan.probes.over_squashing import Scale, at_loss, edges, gradients, look, paths_to_last, run_config
@@ -106,6 +107,17 @@ def test_a_norm_depends_on_the_size_of_the_states_and_the_function_does_not() ->
     torch.testing.assert_close(model(batch.tokens), logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(after.norm, before.norm / 6, rtol=1e-3, atol=0)
     torch.testing.assert_close(after.norm * after.state_norm, before.norm * before.state_norm, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0])
+def test_the_papers_bound_is_the_same_for_every_attention_once_summed_over_sources(alpha: float) -> None:
+    # Its p-bar = p / beta_1 + identity has rows of sum 1 / beta_1 + 1, and so have the products' (1 / beta_1 + 1)^L.
+    product, beta = torch.eye(9, dtype=torch.float64), 0.7
+    for layer in range(4):
+        scores = 3 * torch.randn(9, 9, generator=torch.Generator().manual_seed(layer), dtype=torch.float64)
+        weights = entmax(scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf), alpha)
+        product = (weights / beta + torch.eye(9, dtype=torch.float64)) @ product
+    assert product.sum(1).tolist() == pytest.approx([(1 / beta + 1) ** 4] * 9)
 
 
 def test_softmax_reads_everything() -> None:
