@@ -13,12 +13,15 @@ from longspan import attention, which_impl
 
 pytest.importorskip("triton")
 
-SERVED = {name: case for name, case in SMALL.items() if isinstance(case.alpha, float) and case.alpha <= 2} | {
+SERVED = {name: case for name, case in SMALL.items() if isinstance(case.alpha, float)} | {
     "several_blocks": Case(batch=1, query_time=70, key_time=70, dim=16, value_dim=16, slopes=(0.5, 0.0), logits=2.0),
     "alpha_1.1": Case(batch=1, query_time=40, key_time=40, dim=16, alpha=1.1, logits=2.0),
     "alpha_1.75": Case(batch=1, query_time=40, key_time=40, dim=16, alpha=1.75, logits=2.0),
-    "long_rows": Case(batch=1, heads=2, kv_heads=1, query_time=200, key_time=256, dim=32, value_dim=24, logits=2.0),
-    "wide_heads": Case(batch=1, query_time=33, key_time=33, dim=128, value_dim=128, logits=2.0),
+    "long_rows": Case(batch=1, heads=2, kv_heads=1, query_time=100, key_time=128, dim=32, value_dim=24, logits=2.0),
+    "beyond_the_chip": Case(
+        batch=1, heads=2, kv_heads=1, query_time=150, key_time=200, dim=24, value_dim=40, logits=3.0
+    ),
+    "wide_heads": Case(batch=1, query_time=33, key_time=33, dim=64, value_dim=64, logits=2.0),
 }
 
 
@@ -56,6 +59,7 @@ def dtypes() -> list[torch.dtype]:
 @pytest.mark.parametrize("name", SERVED)
 def test_kernel_is_as_close_to_the_oracle_as_plain_torch(name: str, dtype: torch.dtype, device: torch.device) -> None:
     case = SERVED[name]
+    assert isinstance(case.alpha, float)
     if dtype == torch.float16:
         case = replace(case, logits=min(case.logits, 100.0))
     call = on(device, case, dtype)
@@ -66,6 +70,8 @@ def test_kernel_is_as_close_to_the_oracle_as_plain_torch(name: str, dtype: torch
     )
     # The kernel multiplies weights in the dtype of the inputs, plain torch in float32: allow for that rounding.
     rounding = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 8)
+    if case.alpha > 2:  # an ulp of the threshold moves a small weight by its root
+        rounding = 0.1 * rounding**0.5
     for key, value in exact.items():
         size = float(value.abs().max())
         tolerance = 3 * float((plain[key].double() - value).abs().max()) + rounding * max(size, 1.0)
@@ -109,11 +115,9 @@ def test_compiles_whole_and_serves_other_lengths_without_compiling_again(device:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"alpha": 2.5}, "alpha must be a number from 1 to 2"),
         ({"alpha": torch.tensor(1.5)}, "alpha must be a number"),
-        ({"return_stats": True}, "no statistics"),
     ],
-    ids=["alpha_above_2", "learnt_alpha", "stats"],
+    ids=["learnt_alpha"],
 )
 def test_a_call_it_cannot_serve_is_refused(options: dict[str, Any], reason: str, device: torch.device) -> None:
     q = torch.randn(1, 2, 8, 8, device=device)
@@ -124,8 +128,7 @@ def test_a_call_it_cannot_serve_is_refused(options: dict[str, Any], reason: str,
 
 def test_sizes_it_cannot_hold_are_refused(device: torch.device) -> None:
     for shape, dtype, reason in (
-        ((1, 1, 257, 8), torch.float32, "at most 256 keys"),
-        ((1, 1, 8, 136), torch.float32, "128 dims"),
+        ((1, 1, 8, 264), torch.float32, "256 dims"),
         ((1, 1, 8, 8), torch.float64, "float64"),
     ):
         q = torch.randn(*shape, device=device, dtype=dtype)

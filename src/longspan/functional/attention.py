@@ -29,6 +29,8 @@ def _installed(package: str) -> bool:
 _HAS_TRITON = _installed("triton")
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+_MOST_KEYS = 1 << 20
+
 # Above this many scores "auto" gives up the square of them for blocks: 64 MiB of float32, on a GPU 1 GiB.
 _DENSE_SCORES = {"cpu": 1 << 24, "cuda": 1 << 28}
 
@@ -37,6 +39,8 @@ class AttentionStats(NamedTuple):
     """What happened in every query row, each (batch, heads, query_time), detached; and which implementation ran.
 
     A row that sees nothing has tau = inf and zeros elsewhere. tau is in units of ``(alpha-1) * score``.
+    `block_sparsity`, (batch, heads), is the share of a head's visible tiles in which nothing survives; None where the
+    implementation does not work by tiles.
     """
 
     tau: Tensor
@@ -44,6 +48,7 @@ class AttentionStats(NamedTuple):
     entropy: Tensor
     largest: Tensor
     impl: str
+    block_sparsity: Tensor | None = None
 
 
 class _Options(TypedDict, total=False):
@@ -94,20 +99,18 @@ def attention(
         lengths: (batch,), right padding: keys at or beyond are hidden, and queries whose position is give zeros.
         documents: (batch, key_time) integer ids: tokens of different ids do not see each other. The queries take
             the ids of their positions.
-        impl: "reference" (dense), "chunked" (memory linear in the length), "triton" (short rows on a GPU, see
+        impl: "reference" (dense), "chunked" (memory linear in the length), "triton" (a GPU's kernels, see
             `triton_cannot`) or "auto".
         return_stats: also return `AttentionStats`.
 
     Queries that see nothing give zeros, and zero gradients.
     """
     rules, alpha = _check(q, k, v, alpha, slopes, scale, causal, lengths, documents)
-    name = _choose(impl, q, k, v, alpha, return_stats)
+    name = _choose(impl, q, k, v, alpha)
     stats = None
     if name == "triton":
-        from longspan.kernels.short import short_attention
-
         assert isinstance(alpha, float)
-        return short_attention(q, k, v, rules.slopes, rules.lengths, rules.documents, alpha, rules.scale, causal)[0]
+        return _by_kernels(q, k, v, rules, alpha, return_stats)
     if name == "chunked":
         out, stats = chunked_attention(q, k, v, rules, alpha, return_stats)
     else:
@@ -115,6 +118,23 @@ def attention(
         if return_stats:
             stats = _dense_stats(q, k, rules, alpha)
     return (out, AttentionStats(*stats, impl=name)) if stats is not None else out
+
+
+def _by_kernels(
+    q: Tensor, k: Tensor, v: Tensor, rules: Rules, alpha: float, return_stats: bool
+) -> Tensor | tuple[Tensor, AttentionStats]:
+    inputs = q, k, v, rules.slopes, rules.lengths, rules.documents, alpha, rules.scale, rules.causal
+    # Rows that fit on the chip are solved there, without a list of tiles.
+    if k.shape[2] <= 128 and max(q.shape[3], v.shape[3]) <= 64 and alpha <= 2 and not return_stats:
+        from longspan.kernels.short import short_attention
+
+        return short_attention(*inputs)[0]
+    from longspan.kernels.ops import attend
+
+    out, stats = attend(*inputs, return_stats)
+    if stats is None:
+        return out
+    return out, AttentionStats(*stats[:4], impl="triton", block_sparsity=stats.block_sparsity)
 
 
 def attention_weights(
@@ -151,27 +171,26 @@ def which_impl(
     *,
     alpha: Alpha = 1.5,
     impl: str = "auto",
-    return_stats: bool = False,
     **others: object,
 ) -> str:
     """The name of the implementation that ``attention(q, k, v, alpha=alpha, impl=impl, ...)`` would run."""
-    return _choose(impl, q, k, v, alpha if isinstance(alpha, Tensor) else float(alpha), return_stats)
+    return _choose(impl, q, k, v, alpha if isinstance(alpha, Tensor) else float(alpha))
 
 
-def triton_cannot(q: Tensor, k: Tensor, v: Tensor, alpha: Alpha, return_stats: bool) -> str | None:
+def triton_cannot(q: Tensor, k: Tensor, v: Tensor, alpha: Alpha) -> str | None:
     """Why ``impl="triton"`` does not serve a call; None if it does."""
     if not (q.is_cuda or _INTERPRETED):
         return "it needs a GPU"
     if not _HAS_TRITON:
         return "triton is not installed: pip install 'longspan[gpu]'"
-    if isinstance(alpha, Tensor) or alpha > 2:
-        return "alpha must be a number from 1 to 2"
-    if return_stats:
-        return "it keeps no statistics"
+    if isinstance(alpha, Tensor):
+        return "alpha must be a number: a learnt alpha has no kernel yet"
     if q.dtype == torch.float64:
         return "it does not compute in float64"
-    if k.shape[2] > 256 or max(q.shape[3], v.shape[3]) > 128:
-        return f"it holds rows of at most 256 keys and 128 dims, got {k.shape[2]} and {max(q.shape[3], v.shape[3])}"
+    if max(q.shape[3], v.shape[3]) > 256:
+        return f"it takes heads of at most 256 dims, got {max(q.shape[3], v.shape[3])}"
+    if k.shape[2] >= _MOST_KEYS:
+        return f"it counts tiles of keys in 16 bits and takes fewer than {_MOST_KEYS} keys, got {k.shape[2]}"
     if 0 in q.shape or 0 in v.shape:
         return "there is nothing to compute"
     return None
@@ -243,14 +262,14 @@ def _check(
     return rules, float(alpha)
 
 
-def _choose(impl: str, q: Tensor, k: Tensor, v: Tensor, alpha: Alpha, return_stats: bool) -> str:
+def _choose(impl: str, q: Tensor, k: Tensor, v: Tensor, alpha: Alpha) -> str:
     if impl not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"impl must be 'auto' or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    if impl == "triton" and (reason := triton_cannot(q, k, v, alpha, return_stats)):
+    if impl == "triton" and (reason := triton_cannot(q, k, v, alpha)):
         raise ValueError(f"impl='triton' cannot serve this call: {reason}")
     if impl != "auto":
         return impl
-    if q.is_cuda and triton_cannot(q, k, v, alpha, return_stats) is None:
+    if q.is_cuda and triton_cannot(q, k, v, alpha) is None:
         return "triton"
     scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     return "reference" if scores <= _DENSE_SCORES.get(q.device.type, 1 << 24) else "chunked"

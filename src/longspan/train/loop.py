@@ -18,7 +18,7 @@ from longspan.evaluate.ladder import measure
 from longspan.results import Row, append_rows, provenance
 from longspan.train import checkpoint as checkpoints
 from longspan.train.config import RunConfig, fingerprint, from_json, to_json
-from longspan.train.trainer import Trainer, learning_rate, model_of
+from longspan.train.trainer import Metrics, Trainer, learning_rate, model_of
 
 Report = Callable[[Row], None]
 
@@ -88,12 +88,15 @@ def run(config: RunConfig, folder: Path, device: torch.device | str, report: Rep
 
     note({"event": "start", "step": trainer.step, **provenance(device)})
     started, first = time.monotonic(), trainer.step
+    logged, logged_step = started, first
     while trainer.step < config.steps and not stop.wanted:
         trainer.advance()
         ended = trainer.step == config.steps
         if trainer.step % config.log_every == 0 or ended:
-            seconds = time.monotonic() - started
-            _log(trainer, note, (trainer.step - first) / max(seconds, 1e-9))
+            metrics = trainer.metrics()  # waits for the device, so the clock is read after it
+            now = time.monotonic()
+            _log(trainer, metrics, note, (trainer.step - logged_step) / max(now - logged, 1e-9))
+            logged, logged_step = now, trainer.step
         if trainer.step % config.save_every == 0 and not ended:
             _save(trainer, folder)
         if ended or (config.validate_every and trainer.step % config.validate_every == 0):
@@ -117,8 +120,7 @@ def _claim(folder: Path, config: RunConfig) -> None:
     _write_whole(folder / "config.json", to_json(config))
 
 
-def _log(trainer: Trainer, note: Report, speed: float) -> None:
-    metrics = trainer.metrics()
+def _log(trainer: Trainer, metrics: Metrics, note: Report, speed: float) -> None:
     rate = learning_rate(trainer.step - 1, trainer.config)
     row = {"event": "train", "step": trainer.step, **metrics._asdict(), "rate": rate, "steps_per_second": speed}
     note(row)

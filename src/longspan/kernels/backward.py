@@ -1,0 +1,192 @@
+"""Attention for long rows, backward: two kernels over the live tiles, each sum in a fixed order.
+
+From the forward come, for every row, the maximum and the height, which give back every weight, and the mean of the
+values under the gains. With it the gradient of a score is ``gain * (dp - dot(d_out, mean))``.
+"""
+
+import triton
+import triton.language as tl
+
+from longspan.kernels.forward import key_tiles
+from longspan.kernels.solver import weights_and_gains
+from longspan.kernels.tiles import SIZES, distances, load_tile, scores_of, store_tile
+
+
+@triton.jit
+def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, positions, maximum, height, delta, d_q, d_slope,
+                 a, r, scale, slope, end, Documents, TK, D, DV,
+                 KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
+                 PRECISION: tl.constexpr, MASKED: tl.constexpr,
+                 N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+    unit = 1.0 if KIND == 0 else a
+    for index in range(begin * (N // PART), count * (N // PART)):
+        tile = index // (N // PART)
+        if KIND != 0:
+            tile = tl.load(List + tile).to(tl.int32)
+        first = tile * N + index % (N // PART) * PART
+        k = load_tile(K, first, k_t, k_d, TK, D, PART, BLOCK_D, WHOLE=not MASKED)
+        v = load_tile(V, first, v_t, v_d, TK, DV, PART, BLOCK_DV, WHOLE=not MASKED)
+        product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        d_p = tl.dot(d_o, tl.trans(v), input_precision=PRECISION)
+        keys = first + tl.arange(0, PART)
+        z = scores_of(product, keys[None, :], positions[:, None], unit * scale, unit * slope, end, Documents, TK,
+                      CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+        _, gain = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND)
+        d_s = gain * (d_p - delta[:, None])
+        if SLOPES:
+            d_slope -= tl.sum(d_s * distances(keys[None, :], positions[:, None]), 1)
+        d_q = tl.dot(d_s.to(k.dtype), k, d_q, input_precision=PRECISION)
+    return d_q, d_slope
+
+
+@triton.jit(do_not_specialize=SIZES)
+def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Maximum, Height, List, Counts, Slopes, dSlopes, Lengths, Documents,
+                 Ranges, a, r, scale,
+                 q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
+                 mean_b, mean_h, mean_t, mean_d, dq_b, dq_h, dq_t, dq_d, H, GROUP, TQ, TK, D, DV, NQ, NK,
+                 KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr,
+                 DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr,
+                 M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
+                 BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+    """The gradients of a block of queries, and for every row the mean of the incoming gradient under its gains."""
+    pair, block = tl.program_id(0) // NQ, NQ - 1 - tl.program_id(0) % NQ
+    batch, head = (pair // H).to(tl.int64), (pair % H).to(tl.int64)
+    first = block * M
+    rows = first + tl.arange(0, M)
+    positions = rows + TK - TQ
+    K += batch * k_b + head // GROUP * k_h
+    V += batch * v_b + head // GROUP * v_h
+    if DOCUMENTS:
+        Documents += batch * TK
+        Ranges += (batch * NQ + block) * 2
+    end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
+    q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
+    d_o = load_tile(dO + batch * o_b + head * o_h, first, o_t, o_d, TQ, DV, M, BLOCK_DV)
+    mean = load_tile(Mean + batch * mean_b + head * mean_h, first, mean_t, mean_d, TQ, DV, M, BLOCK_DV)
+    delta = tl.sum(d_o.to(tl.float32) * mean.to(tl.float32), 1)
+    line_place = pair.to(tl.int64) * TQ + rows
+    tl.store(Delta + line_place, delta, mask=rows < TQ)
+    maximum = tl.load(Maximum + line_place, mask=rows < TQ, other=0.0)
+    height = tl.load(Height + line_place, mask=rows < TQ, other=0.0)
+    if KIND == 0:
+        second, last, masked = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, Ranges, TK,
+                                         M, N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
+        begin = last
+    else:
+        place = pair.to(tl.int64) * NQ + block
+        List += place * NK
+        begin, masked = 0, tl.load(Counts + place * 2)
+        second, last = masked, tl.load(Counts + place * 2 + 1)
+    d_q = tl.zeros([M, BLOCK_D], tl.float32)
+    d_slope = tl.zeros([M], tl.float32)
+    d_q, d_slope = _query_tiles(
+        q, d_o, K, V, k_t, k_d, v_t, v_d, begin, masked, List, positions, maximum, height, delta, d_q, d_slope,
+        a, r, scale, slope, end, Documents, TK, D, DV,
+        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, True, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+    d_q, d_slope = _query_tiles(
+        q, d_o, K, V, k_t, k_d, v_t, v_d, second, last, List, positions, maximum, height, delta, d_q, d_slope,
+        a, r, scale, slope, end, Documents, TK, D, DV,
+        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, False, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+    store_tile(dQ + batch * dq_b + head * dq_h, d_q * scale, first, dq_t, dq_d, TQ, D, M, BLOCK_D)
+    if SLOPES:
+        tl.store(dSlopes + pair.to(tl.int64) * NQ + block, tl.sum(d_slope, 0))
+
+
+@triton.jit
+def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, count, List, Maximum, Height, Delta, keys, d_k, d_v,
+               a, r, scale, slope, end, Documents, TQ, TK, D, DV,
+               KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
+               PRECISION: tl.constexpr, MASKED: tl.constexpr,
+               M: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+    unit = 1.0 if KIND == 0 else a
+    for index in range(begin * (M // PART), count * (M // PART)):
+        block = index // (M // PART)
+        if KIND != 0:
+            block = tl.load(List + block).to(tl.int32)
+        first = block * M + index % (M // PART) * PART
+        rows = first + tl.arange(0, PART)
+        q = load_tile(Q, first, q_t, q_d, TQ, D, PART, BLOCK_D)
+        d_o = load_tile(dO, first, o_t, o_d, TQ, DV, PART, BLOCK_DV)
+        maximum = tl.load(Maximum + rows, mask=rows < TQ, other=0.0)
+        height = tl.load(Height + rows, mask=rows < TQ, other=0.0)
+        delta = tl.load(Delta + rows, mask=rows < TQ, other=0.0)
+        product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        d_p = tl.dot(v, tl.trans(d_o), input_precision=PRECISION)
+        positions = rows + TK - TQ
+        z = scores_of(product, keys[:, None], positions[None, :], unit * scale, unit * slope, end, Documents, TK,
+                      CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+        p, gain = weights_and_gains(z, maximum[None, :], height[None, :], r, KIND)
+        d_v = tl.dot(p.to(d_o.dtype), d_o, d_v, input_precision=PRECISION)
+        d_s = (gain * (d_p - delta[None, :])).to(q.dtype)
+        d_k = tl.dot(d_s, q, d_k, input_precision=PRECISION)
+    return d_k, d_v
+
+
+@triton.jit(do_not_specialize=SIZES)
+def key_kernel(Q, K, V, dO, dK, dV, Delta, Maximum, Height, List, Counts, Slopes, Lengths, Documents, a, r, scale,
+               q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
+               dk_b, dk_h, dk_t, dk_d, dv_b, dv_h, dv_t, dv_d, H, GROUP, TQ, TK, D, DV, NQ, NK,
+               KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr,
+               DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr,
+               M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
+                 BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+    """The gradients of a tile of keys and values, over the blocks of queries that use it."""
+    kv_heads = H // GROUP
+    pair, tile = tl.program_id(0) // NK, tl.program_id(0) % NK
+    batch, kv_head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    keys = tile * N + tl.arange(0, N)
+    if DOCUMENTS:
+        Documents += batch * TK
+    end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    k = load_tile(K + batch * k_b + kv_head * k_h, tile * N, k_t, k_d, TK, D, N, BLOCK_D)
+    v = load_tile(V + batch * v_b + kv_head * v_h, tile * N, v_t, v_d, TK, DV, N, BLOCK_DV)
+    d_k = tl.zeros([N, BLOCK_D], tl.float32)
+    d_v = tl.zeros([N, BLOCK_DV], tl.float32)
+    for member in range(GROUP):
+        head = kv_head * GROUP + member
+        slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
+        place = (batch * H + head) * NK + tile
+        begin, Tiles = 0, List
+        if KIND == 0:
+            # The first block that sees the first key, the first that sees them all without a mask, the end.
+            begin = tl.maximum(tile * N - (TK - TQ), 0) // M if CAUSAL else 0
+            masked = tl.cdiv(tl.maximum(tile * N + N - 1 - (TK - TQ), 0), M) if CAUSAL else 0
+            masked = tl.where((tile * N + N > TK) | MASK_ALL, NQ, tl.minimum(tl.maximum(masked, begin), NQ))
+            count = NQ
+        else:
+            masked, count = tl.load(Counts + place * 2), tl.load(Counts + place * 2 + 1)
+            Tiles = List + place * NQ
+        offset = (batch * H + head) * TQ
+        d_k, d_v = _key_tiles(
+            k, v, Q + batch * q_b + head * q_h, dO + batch * o_b + head * o_h, q_t, q_d, o_t, o_d, begin, masked,
+            Tiles, Maximum + offset, Height + offset, Delta + offset, keys, d_k, d_v,
+            a, r, scale, slope, end, Documents, TQ, TK, D, DV,
+            KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, True, M, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+        d_k, d_v = _key_tiles(
+            k, v, Q + batch * q_b + head * q_h, dO + batch * o_b + head * o_h, q_t, q_d, o_t, o_d, masked, count,
+            Tiles, Maximum + offset, Height + offset, Delta + offset, keys, d_k, d_v,
+            a, r, scale, slope, end, Documents, TQ, TK, D, DV,
+            KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, False, M, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+    store_tile(dK + batch * dk_b + kv_head * dk_h, d_k * scale, tile * N, dk_t, dk_d, TK, D, N, BLOCK_D)
+    store_tile(dV + batch * dv_b + kv_head * dv_h, d_v, tile * N, dv_t, dv_d, TK, DV, N, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def column_kernel(Live, List, Counts, TQ, TK, NQ, NK, CAUSAL: tl.constexpr, MASK_ALL: tl.constexpr,
+                  M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """For a tile of keys, the list of the blocks of queries to which it is live; those that need a mask come first."""
+    pair, tile = (tl.program_id(0) // NK).to(tl.int64), tl.program_id(0) % NK
+    place = pair * NK + tile
+    # The first block whose first query sees the tile's last key.
+    whole = tl.cdiv(tl.maximum(tile * N + N - 1 - (TK - TQ), 0), M) if CAUSAL else 0
+    whole = tl.where((tile * N + N > TK) | MASK_ALL, NQ, whole)
+    masked, count = 0, 0
+    for start in range(0, NQ, CHUNK):
+        blocks = start + tl.arange(0, CHUNK)
+        live = tl.load(Live + place * NQ + blocks, mask=blocks < NQ, other=0).to(tl.int32)
+        tl.store(List + place * NQ + count + tl.cumsum(live, 0) - live, blocks.to(tl.int16), mask=live > 0)
+        masked += tl.sum(tl.where(blocks < whole, live, 0), 0)
+        count += tl.sum(live, 0)
+    tl.store(Counts + place * 2, masked)
+    tl.store(Counts + place * 2 + 1, count)

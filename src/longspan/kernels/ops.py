@@ -1,0 +1,301 @@
+"""Entmax attention for rows of any length as operators of torch: shapes, memory, launches and gradients."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from longspan.kernels.backward import column_kernel, key_kernel, query_kernel
+from longspan.kernels.forward import survey_kernel
+from longspan.kernels.output import output_kernel
+from longspan.kernels.softmax import softmax_kernel
+from longspan.kernels.solver import SOFTMAX, kind_of, powers_of
+from longspan.kernels.tiles import like_tokens, padded
+
+
+class Launch(NamedTuple):
+    """How a kernel runs: the keys or queries it takes at a time, its warps and the depth of its pipeline."""
+
+    part: int
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+class Blocks(NamedTuple):
+    """Rows of a block of queries and keys of a tile, which live or die together, and how each kernel takes them."""
+
+    rows: int
+    keys: int
+    survey: Launch
+    output: Launch
+    query: Launch
+    key: Launch
+
+
+def blocks_of(q: Tensor, v: Tensor) -> Blocks:
+    """What fits the registers, by the width of a head."""
+    width = max(padded(q.shape[3]), padded(v.shape[3]))
+    if q.dtype == torch.float32:
+        rows, launch = 64 if width <= 64 else 32, Launch(32, 4, 2)
+        return Blocks(rows, 32, launch, launch, launch, launch)
+    if width <= 64:
+        return Blocks(128, 128, Launch(128, 4, 3), Launch(64, 8, 3), Launch(64, 8, 3), Launch(64, 8, 3))
+    if width <= 128:
+        return Blocks(128, 64, Launch(64, 4, 3), Launch(64, 8, 3), Launch(64, 8, 3), Launch(32, 4, 3))
+    return Blocks(64, 64, Launch(64, 8, 2), Launch(32, 8, 2), Launch(32, 8, 2), Launch(32, 8, 2))
+
+
+class _Outputs(NamedTuple):
+    out: Tensor
+    mean: Tensor  # of the values under the gains
+    maximum: Tensor  # of a * score, and the height of the row's threshold below it
+    height: Tensor
+    support: Tensor
+    entropy: Tensor
+    tiles: Tensor  # the live tiles of every block of queries, and how many of them are masked and are in all
+    counts: Tensor
+    live: Tensor  # the same as a map, keys first
+
+
+def _outputs(q: Tensor, k: Tensor, v: Tensor, alpha: float, grad: bool, stats: bool) -> _Outputs:
+    batch, heads, time, _ = q.shape
+    blocks = blocks_of(q, v)
+    rows, keys = triton.cdiv(time, blocks.rows), triton.cdiv(k.shape[2], blocks.keys)
+    sparse = kind_of(alpha) != SOFTMAX
+    if not sparse:
+        rows = keys = 0
+    out = like_tokens(q[..., :1].expand(batch, heads, time, v.shape[3]))
+    line = q.new_empty(batch, heads, time, dtype=torch.float32)
+    shape = line.shape if stats else (0,)
+    return _Outputs(
+        out,
+        torch.empty_like(out) if grad and sparse else out.new_empty(0),
+        line,
+        torch.empty_like(line),
+        line.new_empty(shape),
+        line.new_empty(shape),
+        q.new_empty(batch, heads, rows, keys, dtype=torch.int16),
+        q.new_empty(batch, heads, rows, 2, dtype=torch.int32),
+        q.new_zeros((batch, heads, keys, rows) if grad or stats else (0,), dtype=torch.int8),
+    )
+
+
+def _constants(
+    q: Tensor, v: Tensor, slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None, causal: bool
+) -> dict[str, Any]:
+    """What every kernel is compiled for."""
+    blocks = blocks_of(q, v)
+    return {
+        "CAUSAL": causal,
+        "SLOPES": slopes is not None,
+        "LENGTHS": lengths is not None,
+        "DOCUMENTS": documents is not None,
+        "MASK_ALL": lengths is not None or documents is not None or (slopes is not None and not causal),
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "M": blocks.rows,
+        "N": blocks.keys,
+        "BLOCK_D": padded(q.shape[3]),
+        "BLOCK_DV": padded(v.shape[3]),
+    }
+
+
+def _document_ranges(q: Tensor, k: Tensor, documents: Tensor, blocks: Blocks) -> Tensor:
+    """For every block of queries the run of key tiles whose ids may be its own, (batch, blocks, 2)."""
+
+    def bounds(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        padding = -ids.shape[1] % size
+        padded = torch.nn.functional.pad(ids[:, None].float(), (0, padding), mode="replicate")[:, 0]
+        blocked = padded.unflatten(1, (-1, size))
+        return blocked.amin(-1), blocked.amax(-1)
+
+    positions = torch.arange(q.shape[2], device=q.device) + (k.shape[2] - q.shape[2])
+    low, high = bounds(documents[:, positions.clamp_min(0)], blocks.rows)
+    key_low, key_high = bounds(documents, blocks.keys)
+    meet = (low[:, :, None] <= key_high[:, None]) & (key_low[:, None] <= high[:, :, None])  # (B, blocks, tiles)
+    tiles = torch.arange(1, meet.shape[2] + 1, device=q.device)
+    stop = (meet * tiles).amax(-1)
+    return torch.stack([torch.minimum(meet.long().argmax(-1), stop), stop], -1).int()
+
+
+def _largest_norms(k: Tensor) -> Tensor:
+    """The largest norm of every head's keys, (batch, kv_heads)."""
+    return torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).amax(-1)
+
+
+class Stats(NamedTuple):
+    """Per query row, each (batch, heads, time), and per head the share of the visible tiles without a survivor."""
+
+    tau: Tensor
+    support: Tensor
+    entropy: Tensor
+    largest: Tensor
+    block_sparsity: Tensor
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
+    alpha: float, scale: float, causal: bool, with_stats: bool,
+) -> tuple[Tensor, Stats | None]:  # fmt: skip
+    """The output and, if asked for, the statistics."""
+    if scale < 0:  # a row's maximum is then that of the negated products
+        q, scale = -q, -scale
+    inputs = (q, k, v) if slopes is None else (q, k, v, slopes)
+    grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    made = _Outputs(*long_attention(q, k, v, slopes, lengths, documents, alpha, scale, causal, grad, with_stats))
+    return made.out, _stats(q, k, v, made, alpha, causal) if with_stats else None
+
+
+@torch.no_grad()
+def _stats(q: Tensor, k: Tensor, v: Tensor, made: _Outputs, alpha: float, causal: bool) -> Stats:
+    sees = made.support > 0
+    if kind_of(alpha) == SOFTMAX:
+        tau, largest, dead = torch.full_like(made.height, -1.0), made.height, made.height.new_zeros(q.shape[:2])
+    else:
+        tau, largest = made.maximum - made.height, made.height ** powers_of(alpha)[1]
+        dead = 1 - made.live.sum((2, 3)) / max(1, _visible_tiles(q, k, v, causal))
+    return Stats(torch.where(sees, tau, torch.inf), made.support.long(), made.entropy, largest, dead)
+
+
+def _visible_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> int:
+    """How many tiles of a head are not wholly in the future."""
+    blocks, time, key_time = blocks_of(q, v), q.shape[2], k.shape[2]
+    if not causal:
+        return triton.cdiv(time, blocks.rows) * triton.cdiv(key_time, blocks.keys)
+    ends = (min(start + blocks.rows, time) + key_time - time for start in range(0, time, blocks.rows))
+    return sum(triton.cdiv(max(end, 0), blocks.keys) for end in ends)
+
+
+@torch.library.custom_op("longspan::long_attention", mutates_args=())
+def long_attention(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
+    alpha: float, scale: float, causal: bool, grad: bool, stats: bool,
+) -> list[Tensor]:  # fmt: skip
+    """`_Outputs`. `grad`: keep what the backward needs. `stats`: count supports and entropies."""
+    batch, heads, time, _ = q.shape
+    blocks, made = blocks_of(q, v), _outputs(q, k, v, alpha, grad, stats)
+    constants = _constants(q, v, slopes, lengths, documents, causal)
+    rows, keys = triton.cdiv(time, blocks.rows), triton.cdiv(k.shape[2], blocks.keys)
+    ranges = None
+    if documents is not None:
+        documents = documents.contiguous()
+        ranges = _document_ranges(q, k, documents, blocks)
+    strides = *q.stride(), *k.stride(), *v.stride(), *made.out.stride()
+    sizes = heads, heads // k.shape[1], time, k.shape[2], q.shape[3], v.shape[3]
+    grid = (rows * batch * heads,)
+    if kind_of(alpha) == SOFTMAX:
+        softmax_kernel[grid](
+            q, k, v, made.out, made.maximum, made.height, made.support, made.entropy,
+            slopes, lengths, documents, ranges, scale, *strides, *sizes, rows, STATS=stats, **blocks.output.options(), **constants,
+        )  # fmt: skip
+        return list(made)
+    a, r = powers_of(alpha)
+    # How far a row's sum may be from 1 before the last two steps, each of which squares the error.
+    tolerance = 0.3 if alpha == 1.5 else 0.1
+    if q.dtype == torch.float32:
+        tolerance = 1e-3
+    if alpha > 2:  # no such steps there
+        tolerance = 2e-6 if q.dtype == torch.float32 else 1e-3
+    norms = None if slopes is None else _largest_norms(k)
+    kind, mask_all, block_dv = kind_of(alpha), constants.pop("MASK_ALL"), constants.pop("BLOCK_DV")
+    survey_kernel[grid](
+        q, k, made.maximum, made.height, made.tiles, made.counts, slopes, lengths, documents, ranges, norms,
+        a, r, scale, tolerance, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
+        KIND=kind, CONVEX=alpha <= 2, MASK_ALL=mask_all, **blocks.survey.options(), **constants,
+    )  # fmt: skip
+    output_kernel[grid](
+        q, k, v, made.out, made.mean, made.maximum, made.height, made.support, made.entropy,
+        made.tiles, made.counts, made.live, slopes, lengths, documents, a, r, scale, *strides, *sizes, rows, keys,
+        KIND=kind, CONVEX=alpha <= 2, GRAD=grad, MAP=grad or stats, STATS=stats,
+        PART=blocks.output.part, BLOCK_DV=block_dv, **blocks.output.options(), **constants,
+    )  # fmt: skip
+    return list(made)
+
+
+@long_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
+    alpha: float, scale: float, causal: bool, grad: bool, stats: bool,
+) -> list[Tensor]:  # fmt: skip
+    return list(_outputs(q, k, v, alpha, grad, stats))
+
+
+@torch.library.custom_op("longspan::long_attention_backward", mutates_args=())
+def long_attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, mean: Tensor, maximum: Tensor, height: Tensor,
+    tiles: Tensor, counts: Tensor, live: Tensor,
+    slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
+    alpha: float, scale: float, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k, v and the slopes."""
+    batch, heads, time, _ = q.shape
+    kv_heads, key_time = k.shape[1:3]
+    blocks = blocks_of(q, v)
+    constants = _constants(q, v, slopes, lengths, documents, causal)
+    rows, keys = triton.cdiv(time, blocks.rows), triton.cdiv(key_time, blocks.keys)
+    d_q, d_k, d_v = like_tokens(q), like_tokens(k), like_tokens(v)
+    d_slopes = maximum.new_empty(batch, heads if slopes is not None else 0, rows)
+    delta = torch.empty_like(maximum)
+    ranges = None
+    if documents is not None:
+        documents = documents.contiguous()
+        ranges = _document_ranges(q, k, documents, blocks)
+    a, r = powers_of(alpha)
+    kind = kind_of(alpha)
+    sizes = heads, heads // kv_heads, time, key_time, q.shape[3], v.shape[3], rows, keys
+    strides = *q.stride(), *k.stride(), *v.stride(), *d_out.stride()
+    query_kernel[(rows * batch * heads,)](
+        q, k, v, d_out, d_q, mean, delta, maximum, height, tiles, counts, slopes, d_slopes, lengths, documents, ranges,
+        a, r, scale, *strides, *mean.stride(), *d_q.stride(), *sizes,
+        KIND=kind, PART=blocks.query.part, **blocks.query.options(), **constants,
+    )  # fmt: skip
+    columns = column_counts = None
+    if kind != SOFTMAX:
+        columns = torch.empty_like(live, dtype=torch.int16)
+        column_counts = counts.new_empty(batch, heads, keys, 2)
+        column_kernel[(keys * batch * heads,)](
+            live, columns, column_counts, time, key_time, rows, keys,
+            CAUSAL=causal, MASK_ALL=constants["MASK_ALL"], M=blocks.rows, N=blocks.keys, CHUNK=256, num_warps=1,
+        )  # fmt: skip
+    key_kernel[(keys * batch * kv_heads,)](
+        q, k, v, d_out, d_k, d_v, delta, maximum, height, columns, column_counts, slopes, lengths, documents,
+        a, r, scale, *strides, *d_k.stride(), *d_v.stride(), *sizes,
+        KIND=kind, PART=blocks.key.part, **blocks.key.options(), **constants,
+    )  # fmt: skip
+    return d_q, d_k, d_v, d_slopes.sum((0, 2))
+
+
+@long_attention_backward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, mean: Tensor, maximum: Tensor, height: Tensor,
+    tiles: Tensor, counts: Tensor, live: Tensor,
+    slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
+    alpha: float, scale: float, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    d_slopes = maximum.new_empty(q.shape[1] if slopes is not None else 0)
+    return like_tokens(q), like_tokens(k), like_tokens(v), d_slopes
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    q, k, v, slopes, lengths, documents, ctx.alpha, ctx.scale, ctx.causal, *_ = inputs
+    made = _Outputs(*output)
+    # Softmax's gains are its weights, so the mean under them is the output.
+    mean = made.mean if kind_of(ctx.alpha) != SOFTMAX else made.out
+    ctx.save_for_backward(
+        q, k, v, mean, made.maximum, made.height, made.tiles, made.counts, made.live, slopes, lengths, documents
+    )
+
+
+def _gradients(ctx: Any, d_made: list[Tensor]) -> tuple[Tensor | None, ...]:
+    q, k, v, mean, maximum, height, tiles, counts, live, slopes, lengths, documents = ctx.saved_tensors
+    d_q, d_k, d_v, d_slopes = long_attention_backward(
+        q, k, v, d_made[0], mean, maximum, height, tiles, counts, live, slopes, lengths, documents,
+        ctx.alpha, ctx.scale, ctx.causal,
+    )  # fmt: skip
+    return d_q, d_k, d_v, None if slopes is None else d_slopes.to(slopes.dtype), *(None,) * 7
+
+
+long_attention.register_autograd(_gradients, setup_context=_keep)

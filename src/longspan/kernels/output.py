@@ -1,0 +1,103 @@
+"""Entmax attention for long rows, the last stage of the forward: weights times values over the live tiles."""
+
+import triton
+import triton.language as tl
+
+from longspan.kernels.solver import gains
+from longspan.kernels.tiles import SIZES, load_tile, scores_of, store_tile
+
+SLACK: tl.constexpr = tl.constexpr(0.01)  # a tile this close to a survivor is kept for the backward
+
+
+@triton.jit
+def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, positions, maximum, height,
+           out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, end, Documents, TK, D, DV,
+           KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
+           PRECISION: tl.constexpr, MAP: tl.constexpr, STATS: tl.constexpr, MASKED: tl.constexpr,
+           N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+    for index in range(begin * (N // PART), count * (N // PART)):
+        tile = tl.load(List + index // (N // PART)).to(tl.int32)
+        first = tile * N + index % (N // PART) * PART
+        k = load_tile(K, first, k_t, k_d, TK, D, PART, BLOCK_D, WHOLE=not MASKED)
+        v = load_tile(V, first, v_t, v_d, TK, DV, PART, BLOCK_DV, WHOLE=not MASKED)
+        product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        keys = first + tl.arange(0, PART)
+        z = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end, Documents, TK,
+                      CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+        gap = z + (height - maximum)[:, None]
+        u = tl.maximum(gap, 0.0)
+        gain = gains(u, r, KIND)
+        p = gain * u
+        mass += tl.sum(p, 1)
+        gain_mass += tl.sum(gain, 1)
+        out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)
+        mean = tl.dot(gain.to(v.dtype), v, mean, input_precision=PRECISION)
+        if MAP:
+            live = tl.max(tl.max(gap, 1), 0) > -SLACK
+            tl.store(Live + tl.cast(tile, tl.int64) * live_t, tl.full([], 1, tl.int8), mask=live)
+        if STATS:
+            support += tl.sum(tl.where(u > 0, 1.0, 0.0), 1)
+            entropy -= tl.sum(p * tl.log(tl.maximum(p, 1e-37)), 1)
+    return out, mean, mass, gain_mass, support, entropy
+
+
+@triton.jit(do_not_specialize=SIZES)
+def output_kernel(Q, K, V, O, Mean, Maximum, Height, Support, Entropy, List, Counts, Live,
+                  Slopes, Lengths, Documents, a, r, scale,
+                  q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
+                  H, GROUP, TQ, TK, D, DV, NQ, NK,
+                  KIND: tl.constexpr, CONVEX: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
+                  LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, GRAD: tl.constexpr, MAP: tl.constexpr,
+                  STATS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
+                  BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+    """The output of a block of queries; for the backward the mean of the values under the gains, and a map of tiles."""
+    pair, block = tl.program_id(0) // NQ, NQ - 1 - tl.program_id(0) % NQ
+    batch, head = (pair // H).to(tl.int64), (pair % H).to(tl.int64)
+    first = block * M
+    rows = first + tl.arange(0, M)
+    positions, valid = rows + TK - TQ, rows < TQ
+    K += batch * k_b + head // GROUP * k_h
+    V += batch * v_b + head // GROUP * v_h
+    if DOCUMENTS:
+        Documents += batch * TK
+    end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
+    place = pair.to(tl.int64) * NQ + block
+    List += place * NK
+    Live += pair.to(tl.int64) * NK * NQ + block
+    masked, count = tl.load(Counts + place * 2), tl.load(Counts + place * 2 + 1)
+    q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
+    line_place = pair.to(tl.int64) * TQ + rows
+    maximum = tl.load(Maximum + line_place, mask=valid, other=0.0)
+    height = tl.load(Height + line_place, mask=valid, other=0.0)
+    out = tl.zeros([M, BLOCK_DV], tl.float32)
+    mean = tl.zeros([M, BLOCK_DV], tl.float32)
+    mass = tl.zeros([M], tl.float32)
+    gain_mass = tl.zeros([M], tl.float32)
+    support = tl.zeros([M], tl.float32)
+    entropy = tl.zeros([M], tl.float32)
+    out, mean, mass, gain_mass, support, entropy = _tiles(
+        q, K, V, k_t, k_d, v_t, v_d, 0, masked, List, Live, NQ, positions, maximum, height,
+        out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, end, Documents, TK, D, DV,
+        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MAP, STATS, True, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+    out, mean, mass, gain_mass, support, entropy = _tiles(
+        q, K, V, k_t, k_d, v_t, v_d, masked, count, List, Live, NQ, positions, maximum, height,
+        out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, end, Documents, TK, D, DV,
+        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MAP, STATS, False, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+    sees = mass > 0
+    mean = mean / tl.where(sees, gain_mass, 1.0)[:, None]
+    if CONVEX:
+        # One Newton step more, on the output itself: the weights then sum to 1, and what the height has to fall, or to
+        # rise by less than the slack of the map, is second order in the output.
+        excess = tl.where(sees, mass - 1.0, 0.0)
+        out -= excess[:, None] * mean
+        fall = excess * a / tl.where(sees, gain_mass, 1.0)
+        tl.store(Height + line_place, tl.where(sees, height - tl.maximum(fall, -SLACK), 0.0), mask=valid)
+    else:
+        out /= tl.where(sees, mass, 1.0)[:, None]
+    store_tile(O + batch * o_b + head * o_h, out, first, o_t, o_d, TQ, DV, M, BLOCK_DV)
+    if GRAD:
+        store_tile(Mean + batch * o_b + head * o_h, mean, first, o_t, o_d, TQ, DV, M, BLOCK_DV)
+    if STATS:
+        tl.store(Support + line_place, support, mask=valid)
+        tl.store(Entropy + line_place, entropy, mask=valid)

@@ -1,0 +1,73 @@
+"""Tiles of queries, keys and scores: how they are read and written, and who sees whom in them."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Arguments a kernel is not compiled anew for, however they divide.
+SIZES = ["H", "GROUP", "TQ", "TK", "NQ", "NK"]
+
+
+def padded(width: int) -> int:
+    """What a tile of that width takes: a power of two, and enough for a tensor core."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def like_tokens(heads: Tensor) -> Tensor:
+    """An empty tensor of the same shape, its memory ordered (batch, time, heads, dim), as the projections like it."""
+    batch, num_heads, time, dim = heads.shape
+    return heads.new_empty(batch, time, num_heads, dim).transpose(1, 2)
+
+
+@triton.jit
+def load_tile(base, first, row_stride, column_stride, ROWS, COLUMNS,
+              LENGTH: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr = False):  # fmt: skip
+    """Rows `first` to ``first + LENGTH`` of a matrix of ROWS x COLUMNS, zero beyond it. WHOLE: no row is beyond it."""
+    rows, columns = tl.arange(0, LENGTH), tl.arange(0, WIDTH)
+    places = (
+        base + tl.cast(first, tl.int64) * row_stride + rows[:, None] * row_stride + columns[None, :] * column_stride
+    )
+    if WHOLE:
+        return tl.load(places, mask=columns[None, :] < COLUMNS, other=0.0)
+    return tl.load(places, mask=(rows[:, None] < ROWS - first) & (columns[None, :] < COLUMNS), other=0.0)
+
+
+@triton.jit
+def store_tile(base, values, first, row_stride, column_stride, ROWS, COLUMNS,
+               LENGTH: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    rows, columns = tl.arange(0, LENGTH), tl.arange(0, WIDTH)
+    places = (
+        base + tl.cast(first, tl.int64) * row_stride + rows[:, None] * row_stride + columns[None, :] * column_stride
+    )
+    seen = (rows[:, None] < ROWS - first) & (columns[None, :] < COLUMNS)
+    tl.store(places, values.to(base.dtype.element_ty), mask=seen)
+
+
+@triton.jit
+def distances(keys, positions):
+    """How far keys lie from positions, exact up to 2^24."""
+    return tl.abs(positions.to(tl.float32) - keys.to(tl.float32))
+
+
+@triton.jit
+def scores_of(product, keys, positions, scale, slope, end, documents, TK,
+              CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
+              MASKED: tl.constexpr = True):  # fmt: skip
+    """Scores from products, -inf where a key is hidden.
+
+    `keys` and `positions` are shaped to lie across each other. Not MASKED: every query of the tile sees every key.
+    """
+    scores = product * scale
+    if SLOPES:
+        scores -= slope * distances(keys, positions)
+    if not MASKED:
+        return scores
+    seen = (keys < end) & (positions < end)
+    if CAUSAL:
+        seen = seen & (keys <= positions)
+    if DOCUMENTS:
+        inside = (positions >= 0) & (positions < TK)
+        own = tl.load(documents + positions, mask=inside, other=0)
+        theirs = tl.load(documents + keys, mask=keys < TK, other=0)
+        seen = seen & (own == theirs) & inside
+    return tl.where(seen, scores, float("-inf"))
