@@ -189,7 +189,8 @@ def long_attention(
     if kind_of(alpha) == SOFTMAX:
         softmax_kernel[grid](
             q, k, v, made.out, made.maximum, made.height, made.support, made.entropy,
-            slopes, lengths, documents, ranges, scale, *strides, *sizes, rows, STATS=stats, **blocks.output.options(), **constants,
+            slopes, lengths, documents, ranges, scale, *strides, *sizes, rows,
+            STATS=stats, **blocks.output.options(), **constants,
         )  # fmt: skip
         return list(made)
     a, r = powers_of(alpha)

@@ -47,8 +47,9 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Support, Entropy, List, Cou
                   q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
                   H, GROUP, TQ, TK, D, DV, NQ, NK,
                   KIND: tl.constexpr, CONVEX: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
-                  LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, GRAD: tl.constexpr, MAP: tl.constexpr,
-                  STATS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
+                  LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+                  GRAD: tl.constexpr, MAP: tl.constexpr, STATS: tl.constexpr,
+                  M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
                   BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The output of a block of queries; for the backward the mean of the values under the gains, and a map of tiles."""
     pair, block = tl.program_id(0) // NQ, NQ - 1 - tl.program_id(0) % NQ

@@ -54,7 +54,9 @@ class Trainer:
         self._columns: dict[int, Tensor] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Batch]] = {}
         self._judge = judged
+        self._ahead: tuple[int, int, Batch] | None = None  # a step, its length and its batch, drawn beforehand
         if self.device.type == "cuda":
+            self._aside = torch.cuda.Stream(self.device)
             torch.set_float32_matmul_precision("high")
             # One block is compiled and serves every layer; the whole model as one graph takes minutes to compile.
             for block in self.model.blocks:
@@ -63,7 +65,7 @@ class Trainer:
 
     def advance(self) -> None:
         """Take one step."""
-        length, batch = self.draw(self.step)
+        length, batch = self._batch()
         self.optimizer.rate.fill_(learning_rate(self.step, self.config))
         if self.device.type == "cuda":
             self._update_from_graph(length, batch)
@@ -71,6 +73,9 @@ class Trainer:
             self._update(length, batch)
         self.step += 1
         self._since += 1
+        if self.device.type == "cuda" and self.step < self.config.steps:
+            with torch.cuda.stream(self._aside):  # while the step runs
+                self._ahead = self.step, *self.draw(self.step)
 
     def draw(self, step: int) -> tuple[int, Batch]:
         """The length and the batch of a step."""
@@ -78,6 +83,16 @@ class Trainer:
         length = self.config.shortest + (seed >> 2) % (self.config.longest - self.config.shortest + 1)
         self.generator.manual_seed(seed)
         return length, self.task.sample(self.config.batch, length, generator=self.generator, device=self.device)
+
+    def _batch(self) -> tuple[int, Batch]:
+        """The length and the batch of this step, drawn ahead if it was."""
+        if self._ahead is None or self._ahead[0] != self.step:
+            return self.draw(self.step)
+        _, length, batch = self._ahead
+        torch.cuda.current_stream().wait_stream(self._aside)
+        for part in batch:
+            part.record_stream(torch.cuda.current_stream())
+        return length, batch
 
     def metrics(self) -> Metrics:
         """The means since the last call; on a GPU this waits for the steps to end."""
