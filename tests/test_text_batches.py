@@ -85,7 +85,7 @@ def essays(corpus: Corpus) -> list[str]:
 
 
 @pytest.mark.parametrize("task", HAYSTACKS)
-@pytest.mark.parametrize("length", [400, 777, 3000])
+@pytest.mark.parametrize("length", [600, 777, 3000])
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_a_needle_is_where_and_as_long_as_asked(corpus: Corpus, task: str, length: int, depth: float) -> None:
     maker = NeedleMaker(task, corpus.tokenizer, essays=essays(corpus), answer_tokens=32)
