@@ -1,13 +1,23 @@
 """Greedy decoding with a cache."""
 
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
-from longspan.nn.decoder import Decoder
+from longspan.nn.cache import KVCache
+
+
+class CausalModel(Protocol):
+    """A decoder of any style: tokens to logits, with caches and a choice of positions."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any: ...
+
+    def new_caches(self) -> list[KVCache]: ...
 
 
 @torch.no_grad()
-def generate(model: Decoder, prompt: Tensor, most: int, *, stop: int | None = None) -> Tensor:
+def generate(model: CausalModel, prompt: Tensor, most: int, *, stop: int | None = None) -> Tensor:
     """The prompt (batch, time) followed by up to `most` greedy tokens.
 
     A row that has produced `stop` goes on producing it; once every row has, decoding ends.

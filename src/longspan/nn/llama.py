@@ -1,0 +1,128 @@
+"""The paper's language model, in the style of LLaMA 3: RMS norm before each sublayer, SwiGLU, no biases, untied output."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from longspan.nn.attention import Attention
+from longspan.nn.cache import KVCache
+from longspan.nn.decoder import AttentionConfig, DecoderConfig, attention_of
+from longspan.nn.norm import RMSNorm
+from longspan.nn.positions import RoPE
+
+
+class Size(NamedTuple):
+    layers: int
+    dim: int
+    hidden: int
+    heads: int
+    vocabulary: int  # at which the size has the number of parameters in its name; any other goes too
+
+
+PRESETS: dict[str, Size] = {
+    # LLaMA-3's FFN, 1.3 times 8/3 of the width up to a multiple of 1024, is 3072 wide; with it, two untied matrices
+    # and LLaMA-3's vocabulary the paper's sizes come to its 420M.
+    "420m": Size(layers=24, dim=768, hidden=3072, heads=12, vocabulary=128_256),
+    # The paper's scaling-law model: about 120M with GPT-2's 50,257 tokens counted once.
+    "120m": Size(layers=12, dim=768, hidden=2048, heads=12, vocabulary=24_576),
+    "50m": Size(layers=10, dim=512, hidden=1536, heads=8, vocabulary=16_384),
+    "10m": Size(layers=6, dim=256, hidden=1024, heads=8, vocabulary=8_192),
+    "tiny": Size(layers=2, dim=64, hidden=192, heads=4, vocabulary=2_048),
+}
+
+
+def preset(name: str, vocabulary: int | None = None, attention: AttentionConfig | None = None) -> DecoderConfig:
+    """The sizes called `name`; by default ASEntmax under NAPE with exponential slopes."""
+    if name not in PRESETS:
+        raise ValueError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
+    size = PRESETS[name]
+    attention = AttentionConfig(slopes="exponential") if attention is None else attention
+    sizes = size if vocabulary is None else size._replace(vocabulary=vocabulary)
+    return DecoderConfig(**sizes._asdict(), attention=attention)
+
+
+def parameter_count(config: DecoderConfig) -> int:
+    """Parameters of the decoder, without building it: all of it but the scalers', the embedding and output included."""
+    block = 4 * config.dim**2 + 3 * config.dim * config.hidden + 2 * config.dim
+    return 2 * config.vocabulary * config.dim + config.layers * block + config.dim
+
+
+class Llama(nn.Module):
+    """Tokens (batch, time) to logits (batch, time, vocabulary)."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocabulary, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.dim, eps=1e-5)
+        self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
+        for name, parameter in self.named_parameters():
+            # A scaler keeps its own start. What writes to the residual stream starts smaller, so that the stream has
+            # the same size at any depth.
+            if parameter.ndim == 2 and ".scaler." not in name:
+                writes = name.endswith(("attention.output.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5 if writes else 0.02)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        documents: Tensor | None = None,
+        caches: list[KVCache] | None = None,
+        only: Tensor | None = None,
+    ) -> Tensor:
+        """`lengths`, `documents`: see `Attention`. `only`: the time indices whose logits are wanted, all by default."""
+        x = self.features(tokens, lengths=lengths, documents=documents, caches=caches)
+        return self.output(x if only is None else x[:, only])  # (B, T, V)
+
+    def features(
+        self,
+        tokens: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        documents: Tensor | None = None,
+        caches: list[KVCache] | None = None,
+    ) -> Tensor:
+        """What the output layer reads, (batch, time, dim): for those who want the logits piece by piece."""
+        x = self.embed(tokens)  # (B, T, D)
+        layers: Sequence[KVCache | None] = [None] * len(self.blocks) if caches is None else caches
+        for block, cache in zip(self.blocks, layers, strict=True):
+            x = block(x, lengths=lengths, documents=documents, cache=cache)
+        return self.norm(x)
+
+    def new_caches(self) -> list[KVCache]:
+        """Empty caches, one per layer."""
+        return [KVCache() for _ in self.blocks]
+
+
+class Block(nn.Module):
+    """Attention, then SwiGLU, each after a norm and added to its input."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        dim, hidden = config.dim, config.hidden
+        self.before_attention, self.before_mlp = RMSNorm(dim, eps=1e-5), RMSNorm(dim, eps=1e-5)
+        self.attention = attention_of(config.attention, dim, config.heads)
+        self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor, *, lengths: Tensor | None, documents: Tensor | None, cache: KVCache | None) -> Tensor:
+        x = x + self.attention(self.before_attention(x), lengths=lengths, documents=documents, cache=cache)
+        h = self.before_mlp(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def rebase(model: Llama, base: float) -> Llama:
+    """Give a trained RoPE model another base in place, the adjusted base frequency; the paper's is 500,000."""
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            if not isinstance(layer.position, RoPE):
+                raise ValueError(f"only RoPE has a base to adjust, this model has {type(layer.position).__name__}")
+            layer.position = layer.position.rebased(base)
+    attention = replace(model.config.attention, rope_base=base)
+    model.config = replace(model.config, attention=attention)
+    return model
