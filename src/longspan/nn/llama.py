@@ -1,4 +1,4 @@
-"""The paper's language model, in the style of LLaMA 3: RMS norm before each sublayer, SwiGLU, no biases, untied output."""
+"""The language model of the paper, after LLaMA 3: RMS norm before each sublayer, SwiGLU, no biases, untied output."""
 
 from collections.abc import Sequence
 from dataclasses import replace

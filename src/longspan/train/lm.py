@@ -1,0 +1,241 @@
+"""Language models: a run as a value, and the step that moves it, on a CPU or one GPU.
+
+What a step reads is a function of the seed and the step (`longspan.text.packing`), so a checkpoint holds the weights
+and the optimiser, and a run resumes bit for bit.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from longspan.nn.decoder import AttentionConfig, DecoderConfig
+from longspan.nn.llama import Llama, preset
+from longspan.text.corpora import open_corpus
+from longspan.text.documents import CorpusError
+from longspan.text.packing import TextBatch, Windows, evenly_spaced
+from longspan.train.checkpoint import Checkpoint
+from longspan.train.config import OptimizerConfig, from_json, to_json
+from longspan.train.optimizers import Optimizer
+
+
+@dataclass(frozen=True)
+class LanguageConfig:
+    """Everything that decides a training run of a language model."""
+
+    corpus: str  # a folder
+    data: str  # checksum of its training tokens: the folder may move, the tokens may not change
+    model: DecoderConfig
+    name: str = ""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    steps: int = 13_500
+    cooldown: int = 1_350  # the last steps, over which the learning rate falls
+    lowest_rate: float = 0.1  # of the peak, at the last step
+    context: int = 2048
+    batch: int = 256  # windows a step
+    micro_batch: int = 16  # windows at once; gradients of the others are added up
+    documents: Literal["separate", "joined"] = "separate"
+    seed: int = 0
+    precision: Literal["float32", "bfloat16"] = "float32"
+    log_every: int = 10
+    save_every: int = 500
+    validate_every: int = 500
+    validate_windows: int = 64
+
+
+class Recipe(NamedTuple):
+    """How a preset is trained unless told otherwise."""
+
+    context: int
+    batch: int
+    micro_batch: int
+    steps: int
+    learning_rate: float
+    weight_decay: float
+
+
+RECIPES: dict[str, Recipe] = {
+    # The paper's: 524K tokens a batch, 7B in all. It does not tell the weight decay; torchtitan's is 0.1.
+    "420m": Recipe(2048, 256, 16, 13_500, 3e-4, 0.1),
+    "120m": Recipe(1024, 1024, 32, 4_768, 6e-4, 0.001),  # the paper's scaling-law model: 1M tokens a batch, 5B in all
+    # Ours: the smaller, the faster.
+    "50m": Recipe(1024, 128, 64, 2_000, 1e-3, 0.1),
+    "10m": Recipe(512, 64, 64, 2_000, 2e-3, 0.1),
+    "tiny": Recipe(128, 16, 16, 300, 1e-2, 0.1),
+}
+
+
+def language_recipe(
+    corpus: Path,
+    size: str = "tiny",
+    method: str = "asentmax",
+    position: str = "nape",
+    *,
+    steps: int | None = None,
+    context: int | None = None,
+) -> LanguageConfig:
+    """The run of a preset on a corpus: 10 % of the steps to warm up, the last 10 % to cool down to a tenth."""
+    opened = open_corpus(corpus)
+    attention = AttentionConfig(method=method, position=position, slopes="exponential")
+    model = preset(size, opened.tokenizer.vocabulary, attention)
+    recipe = RECIPES[size]
+    steps = recipe.steps if steps is None else steps
+    return LanguageConfig(
+        corpus=str(corpus),
+        data=opened.split("train").checksum,
+        model=model,
+        name=f"lm/{size}/{position}/{method}",
+        optimizer=OptimizerConfig(
+            learning_rate=recipe.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=recipe.weight_decay,
+            warmup=steps // 10,
+        ),
+        steps=steps,
+        cooldown=steps // 10,
+        context=recipe.context if context is None else context,
+        batch=recipe.batch,
+        micro_batch=recipe.micro_batch,
+    )
+
+
+def check(config: LanguageConfig) -> None:
+    """Raises ValueError for a run that cannot be, by the name of the field."""
+    for name in ("steps", "context", "batch", "micro_batch", "log_every", "save_every", "validate_every"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+    if not 0 <= config.cooldown <= config.steps:
+        raise ValueError(f"cooldown ({config.cooldown}) must be between 0 and steps ({config.steps})")
+
+
+def fingerprint(config: LanguageConfig) -> str:
+    """Twelve hex digits that two runs share exactly when they train the same way on the same tokens.
+
+    Where the corpus lies, what fits in memory at once and how closely a run is watched are left out.
+    """
+    left_out = {"corpus", "name", "micro_batch", "log_every", "save_every", "validate_every", "validate_windows"}
+    typed = from_json(LanguageConfig, to_json(config))  # a learning rate of 1 is one of 1.0
+    fields = {key: value for key, value in to_json(typed).items() if key not in left_out}
+    return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=6).hexdigest()
+
+
+def learning_rate(step: int, config: LanguageConfig) -> float:
+    """Linear warm-up, constant, then a cosine down to `lowest_rate` over the cooldown; as a fraction of the peak."""
+    warmup = min(1.0, (step + 1) / max(config.optimizer.warmup, 1))
+    since = step + 1 - (config.steps - config.cooldown)
+    if since <= 0:
+        return warmup
+    fallen = 0.5 * (1 - math.cos(math.pi * since / config.cooldown))  # 0 to 1
+    return warmup * (1 - (1 - config.lowest_rate) * fallen)
+
+
+class Metrics(NamedTuple):
+    """Means over the steps since the last look."""
+
+    loss: float
+    gradient_norm: float
+
+
+class LanguageTrainer:
+    """The state of a run and the step that moves it."""
+
+    def __init__(self, config: LanguageConfig, device: torch.device | str = "cpu"):
+        check(config)
+        self.config, self.device = config, torch.device(device)
+        corpus = open_corpus(Path(config.corpus))
+        if corpus.tokenizer.vocabulary != config.model.vocabulary:
+            raise CorpusError(
+                f"{config.corpus} has {corpus.tokenizer.vocabulary} tokens, the model's vocabulary is "
+                f"{config.model.vocabulary}"
+            )
+        stream = corpus.split("train")
+        if stream.checksum != config.data:
+            raise CorpusError(f"{config.corpus} holds other tokens ({stream.checksum}) than the run's ({config.data})")
+        separate = config.documents == "separate"
+        self.windows = Windows(stream, config.context, config.batch, seed=config.seed, separate=separate)
+        self.held_out = evenly_spaced(corpus.split("validation"), config.context, config.validate_windows, separate)
+        torch.manual_seed(config.seed)
+        self.model = Llama(config.model).to(self.device)
+        self.optimizer = Optimizer(self.model, config.optimizer)
+        self.step = 0
+        self._sums = torch.zeros(2, device=self.device)  # loss, gradient norm
+        self._since = 0
+        if self.device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+            for block in self.model.blocks:  # one block is compiled and serves every layer
+                block.compile()
+
+    @property
+    def tokens_a_step(self) -> int:
+        return self.config.batch * self.config.context
+
+    def advance(self) -> None:
+        """Take one step."""
+        batch = self.windows.draw(self.step)
+        counted = batch.mask.sum()
+        loss = torch.zeros((), device=self.device)
+        for part in batch.split(self.config.micro_batch):
+            share = self._loss(part.to(self.device)) / counted  # of the mean over the whole batch
+            share.backward()
+            loss += share.detach()
+        gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        self.optimizer.rate.fill_(learning_rate(self.step, self.config))
+        norm = self.optimizer.step(gradients)  # type: ignore[arg-type]
+        self.model.zero_grad(set_to_none=True)
+        self._sums += torch.stack([loss, norm])
+        self.step += 1
+        self._since += 1
+
+    def metrics(self) -> Metrics:
+        """The means since the last call; on a GPU this waits for the steps to end."""
+        loss, norm = (self._sums / max(self._since, 1)).tolist()
+        self._sums.zero_()
+        self._since = 0
+        return Metrics(loss, norm)
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Nats a token over the validation windows."""
+        losses = [self._loss(part.to(self.device)) for part in self.held_out.split(self.config.micro_batch)]
+        return float(torch.stack(losses).sum() / self.held_out.mask.sum())
+
+    def _loss(self, batch: TextBatch) -> Tensor:
+        """The sum of the losses of the positions that count."""
+        bf16 = self.config.precision == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            logits = self.model(batch.tokens, documents=batch.documents)  # (B, T, V)
+        losses = nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), reduction="none")
+        return (losses * batch.mask.flatten()).sum()
+
+    def checkpoint(self) -> Checkpoint:
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
+        tensors |= {"log.sums": self._sums, "log.steps": torch.tensor(self._since)}
+        return Checkpoint(self.step, to_json(self.config), tensors)
+
+    @torch.no_grad()
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from `checkpoint`, which must come from the same config."""
+        if fingerprint(from_json(LanguageConfig, checkpoint.config)) != fingerprint(self.config):
+            raise ValueError("the checkpoint comes from another config; start a new run to change a field")
+        self.model.load_state_dict(_under("model.", checkpoint.tensors))
+        self.optimizer.load(_under("optimizer.", checkpoint.tensors))
+        self._sums.copy_(checkpoint.tensors["log.sums"])
+        self.step, self._since = checkpoint.step, int(checkpoint.tensors["log.steps"])
+
+
+def language_model_of(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> tuple[Llama, LanguageConfig]:
+    """The model a checkpoint holds, rebuilt from its own config."""
+    config = from_json(LanguageConfig, checkpoint.config)
+    model = Llama(config.model)
+    model.load_state_dict(_under("model.", checkpoint.tensors))
+    return model.to(device).eval(), config
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

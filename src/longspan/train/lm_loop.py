@@ -1,0 +1,100 @@
+"""A run of a language model from its config to its last checkpoint: logs, validation, and a clean end."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from longspan.results import Row, append_rows, provenance
+from longspan.train import checkpoint as checkpoints
+from longspan.train.config import from_json, to_json
+from longspan.train.lm import LanguageConfig, LanguageTrainer, fingerprint, learning_rate
+from longspan.train.loop import Diverged, Outcome, Report, Stop
+
+
+def run_language(
+    config: LanguageConfig, folder: Path, device: torch.device | str, report: Report, stop: Stop
+) -> Outcome:
+    """Train `config` in `folder`, going on from its last checkpoint if it has one.
+
+    `report` gets a row for every entry of the log, which goes to ``log.jsonl`` too.
+    """
+    import safetensors  # noqa: F401  (missing, it is missed now and not at the first checkpoint)
+
+    trainer = LanguageTrainer(config, device)
+    folder.mkdir(parents=True, exist_ok=True)
+    _claim(folder, config)
+    saved = checkpoints.saved(folder / "checkpoints")
+    if saved:
+        trainer.restore(checkpoints.load(saved[-1]))
+
+    def note(row: Row) -> None:
+        append_rows(folder / "log.jsonl", [row])
+        report(row)
+
+    note({"event": "start", "step": trainer.step, **provenance(device)})
+    started, first = time.monotonic(), trainer.step
+    logged, logged_step = started, first
+    while trainer.step < config.steps and not stop.wanted:
+        trainer.advance()
+        ended = trainer.step == config.steps
+        if trainer.step % config.log_every == 0 or ended:
+            _log(trainer, note, logged_step, logged)
+            logged, logged_step = time.monotonic(), trainer.step
+        if trainer.step % config.save_every == 0 and not ended:
+            _save(trainer, folder)
+        if ended or trainer.step % config.validate_every == 0:
+            _validate(trainer, note)
+            logged, logged_step = time.monotonic(), trainer.step  # the time of validation is no training time
+    path = saved[-1] if saved and trainer.step == first else _save(trainer, folder)
+    ending: Literal["finished", "stopped"] = "finished" if trainer.step >= config.steps else "stopped"
+    note({"event": ending, "step": trainer.step, "seconds": time.monotonic() - started})
+    return Outcome(ending, trainer.step, path)
+
+
+def _claim(folder: Path, config: LanguageConfig) -> None:
+    """Write the config of a new run; refuse a folder that holds another run."""
+    path = folder / "config.json"
+    if path.exists():
+        theirs = json.loads(path.read_text())
+        if "task" in theirs or fingerprint(from_json(LanguageConfig, theirs)) != fingerprint(config):
+            raise ValueError(f"{folder} holds a run of another config; choose another folder or delete it")
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(to_json(config), indent=2) + "\n")
+    draft.replace(path)
+
+
+def _log(trainer: LanguageTrainer, note: Report, since_step: int, since: float) -> None:
+    metrics = trainer.metrics()  # waits for the device, so the clock is read after it
+    tokens = (trainer.step - since_step) * trainer.tokens_a_step
+    row = {
+        "event": "train",
+        "step": trainer.step,
+        **metrics._asdict(),
+        "rate": learning_rate(trainer.step - 1, trainer.config),
+        "tokens": trainer.step * trainer.tokens_a_step,
+        "tokens_per_second": tokens / max(time.monotonic() - since, 1e-9),
+    }
+    note(row)
+    if not math.isfinite(metrics.loss):
+        raise Diverged(
+            f"the loss is {metrics.loss} after {trainer.step} steps; the checkpoints before it are kept. "
+            "A lower learning rate, a longer warm-up or gradient clipping may help."
+        )
+
+
+def _save(trainer: LanguageTrainer, folder: Path) -> Path:
+    """A broken checkpoint must not push out a good one."""
+    for name, parameter in trainer.model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise Diverged(f"{name} is not finite after {trainer.step} steps; the checkpoints before it are kept")
+    return checkpoints.save(folder / "checkpoints", trainer.checkpoint())
+
+
+def _validate(trainer: LanguageTrainer, note: Report) -> None:
+    loss = trainer.validation_loss()
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    note({"event": "validate", "step": trainer.step, "loss": loss, "perplexity": perplexity})
