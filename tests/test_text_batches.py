@@ -111,6 +111,8 @@ def test_samples_differ_and_repeat(corpus: Corpus) -> None:
     assert samples == maker.samples(500, 45)
     assert len({sample.answer for sample in samples}) == 45
     assert [sample.depth for sample in samples] == [*DEPTHS, *DEPTHS[:5]]
+    assert sorted(DEPTHS) == pytest.approx([index / 39 for index in range(40)])
+    assert {min(int(5 * depth), 4) for depth in DEPTHS[:7]} == {0, 1, 2, 3, 4}
     assert samples != maker.samples(500, 45, seed=1)
 
 

@@ -1,1 +1,1 @@
-"""Evaluation: accuracy against length."""
+"""Evaluation: accuracy, perplexity and retrieval against length."""

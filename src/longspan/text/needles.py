@@ -24,7 +24,8 @@ from longspan.text.tokenizer import Tokenizer
 
 Haystack = Literal["noise", "essay"]
 HAYSTACKS: dict[str, Haystack] = {"s-niah-1": "noise", "s-niah-2": "essay"}
-DEPTHS = tuple(index / 39 for index in range(40))
+# In an order in which the first few already lie all over: 17 and 40 have no common divisor.
+DEPTHS = tuple(index * 17 % 40 / 39 for index in range(40))
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _BEFORE = (
