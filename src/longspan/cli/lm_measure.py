@@ -1,0 +1,190 @@
+"""`longspan lm perplexity`, `needle` and `generate`: what a trained language model does."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import torch
+import typer
+from rich.table import Table
+
+from longspan.cli.console import console, device_named
+from longspan.results import append_rows, provenance
+
+if TYPE_CHECKING:
+    from longspan.nn.llama import Llama
+    from longspan.text.corpora import Corpus
+    from longspan.train.lm import LanguageConfig
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", exists=True, file_okay=False)]
+Lengths = Annotated[
+    list[int] | None, typer.Option("--length", min=1, help="Tokens, instead of 1, 2, 4, 8 and 16 times the context.")
+]
+CorpusFolder = Annotated[
+    Path | None, typer.Option("--corpus", help="Instead of the run's own.", exists=True, file_okay=False)
+]
+RopeBase = Annotated[float | None, typer.Option(help="Adjust a RoPE model's base; the paper's is 500000.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
+
+
+class Opened(NamedTuple):
+    """A trained model with all that it takes to measure it."""
+
+    folder: Path
+    model: "Llama"
+    config: "LanguageConfig"
+    corpus: "Corpus"
+    step: int
+    device: torch.device
+
+    def record(self, task: str, length: int, values: dict[str, Any]) -> None:
+        """Append a result row."""
+        from longspan.train.lm import fingerprint
+
+        attention = self.model.config.attention
+        row = {
+            "task": task,
+            "method": attention.method,
+            "position": attention.position,
+            "length": length,
+            **values,
+            "context": self.config.context,
+            "rope_base": attention.rope_base if attention.position == "rope" else None,
+            "recipe": self.config.name,
+            "seed": self.config.seed,
+            "step": self.step,
+            "config": fingerprint(self.config),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **provenance(self.device),
+        }
+        append_rows(self.folder / "results.jsonl", [row])
+
+
+def opened(folder: Path, corpus: Path | None, rope_base: float | None, device: str) -> Opened:
+    """The last checkpoint of a run, its corpus, and the base it is asked to have."""
+    from longspan.nn.llama import rebase
+    from longspan.text.corpora import open_corpus
+    from longspan.text.documents import CorpusError
+    from longspan.train import checkpoint as checkpoints
+    from longspan.train.lm import language_model_of
+
+    place = device_named(device)
+    loaded = checkpoints.load(checkpoints.of_run(folder, "last"))
+    model, config = language_model_of(loaded, place)
+    text = open_corpus(Path(config.corpus) if corpus is None else corpus)
+    if text.tokenizer.vocabulary != config.model.vocabulary:
+        raise CorpusError(
+            f"{text.folder} has {text.tokenizer.vocabulary} tokens, the model's vocabulary is {config.model.vocabulary}"
+        )
+    if rope_base is not None:
+        rebase(model, rope_base)
+    return Opened(folder, model, config, text, loaded.step, place)
+
+
+def perplexity(
+    run: Run,
+    lengths: Lengths = None,
+    scoring: Annotated[
+        Literal["same", "all"], typer.Option(help="The same last tokens at every length, or all of the first ones.")
+    ] = "same",
+    documents: Annotated[int, typer.Option(min=1, help="At most; all have more than the longest length.")] = 500,
+    corpus: CorpusFolder = None,
+    rope_base: RopeBase = None,
+    device: Device = "auto",
+) -> None:
+    """Measure perplexity against length on whole validation documents; rows go to RUN/results.jsonl."""
+    from longspan.evaluate import perplexity as measuring
+
+    of = opened(run, corpus, rope_base, device)
+    ladder = sorted(lengths or _ladder(of.config.context))
+    chosen = measuring.long_documents(of.corpus.split("validation"), ladder[-1], documents)
+    scored = max(1, ladder[0] // 2)
+    shown = Table("length", "perplexity", "95 %", "tokens scored", "documents", "seconds", box=None)
+    for length in ladder:
+        with console.status(f"length {length}"):
+            found = measuring.perplexity(
+                of.model,
+                chosen,
+                length,
+                longest=ladder[-1],
+                scored=scored,
+                scoring=scoring,
+                precision=of.config.precision,
+            )
+        of.record("lm-perplexity", length, {"metric": "perplexity", "scoring": scoring, **found._asdict()})
+        numbers = (f"{found.value:.2f}", f"{found.low:.2f} to {found.high:.2f}", f"{found.tokens:,}")
+        shown.add_row(str(length), *numbers, str(found.documents), f"{found.seconds:.1f}")
+    console.print(shown)
+    console.print(f"rows: {run / 'results.jsonl'}", highlight=False, soft_wrap=True)
+
+
+def needle(
+    run: Run,
+    task: Annotated[Literal["s-niah-1", "s-niah-2"], typer.Option(help="Noise, or essays.")] = "s-niah-1",
+    lengths: Lengths = None,
+    samples: Annotated[int, typer.Option(min=1, help="At each length; RULER's number is 500.")] = 500,
+    depth: Annotated[float | None, typer.Option(help="0 to 1; spread over 40 depths by default.")] = None,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Room for the answer, part of the length.")] = 128,
+    essays: Annotated[
+        Path | None, typer.Option(help="Text files for S-NIAH-2, instead of the validation documents.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    corpus: CorpusFolder = None,
+    rope_base: RopeBase = None,
+    device: Device = "auto",
+) -> None:
+    """Measure retrieval against length, by the exact string; rows go to RUN/results.jsonl."""
+    from longspan.evaluate.needles import retrieval
+    from longspan.text.needles import NeedleMaker
+
+    of = opened(run, corpus, rope_base, device)
+    texts = _essays(of.corpus, essays) if task == "s-niah-2" else []
+    maker = NeedleMaker(task, of.corpus.tokenizer, essays=texts, answer_tokens=answer_tokens)
+    shown = Table("length", f"{task}, %", "95 %", "by fifths of depth", "samples", "seconds", box=None)
+    for length in lengths or _ladder(of.config.context):
+        with console.status(f"length {length}"):
+            if depth is None:
+                made = maker.samples(length, samples, seed)
+            else:
+                made = [maker.make(length, depth, seed * 1_000_003 + number) for number in range(samples)]
+            found = retrieval(of.model, maker, made, of.config.precision)
+        of.record(task, length, {"metric": "exact_string", "answer_tokens": answer_tokens, **found._asdict()})
+        depths = " ".join("-" if value is None else f"{value:.0f}" for value in found.by_depth)
+        numbers = (f"{found.value:.1f}", f"{found.low:.1f} to {found.high:.1f}", depths)
+        shown.add_row(str(length), *numbers, str(found.samples), f"{found.seconds:.1f}")
+    console.print(shown)
+    console.print(f"rows: {run / 'results.jsonl'}", highlight=False, soft_wrap=True)
+
+
+def generate(
+    run: Run,
+    prompt: Annotated[str, typer.Argument(help="What the text begins with.")],
+    tokens: Annotated[int, typer.Option(min=1, help="At most.")] = 64,
+    corpus: CorpusFolder = None,
+    rope_base: RopeBase = None,
+    device: Device = "auto",
+) -> None:
+    """Go on from a prompt, greedily."""
+    from longspan.nn.generate import generate as decode
+
+    of = opened(run, corpus, rope_base, device)
+    tokenizer = of.corpus.tokenizer
+    start = torch.tensor([[tokenizer.begin, *tokenizer.encode(prompt)]], device=of.device)
+    said = decode(of.model, start, tokens, stop=tokenizer.end)
+    typer.echo(tokenizer.decode(said[0].tolist()))
+
+
+def _ladder(context: int) -> list[int]:
+    return [context * times for times in (1, 2, 4, 8, 16)]
+
+
+def _essays(corpus: "Corpus", folder: Path | None) -> list[str]:
+    """The texts of a folder, or of the validation documents."""
+    from collections import Counter
+
+    from longspan.text.documents import from_folder
+
+    if folder is not None:
+        return list(from_folder(folder)(Counter()))
+    stream = corpus.split("validation")
+    return [corpus.tokenizer.decode(stream.document(number).tolist()) for number in range(stream.documents)]

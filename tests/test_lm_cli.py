@@ -1,0 +1,123 @@
+"""`longspan lm` from a folder of text to rows, and what it says when something is wrong."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_cli import invoke, succeed
+from tiny_runs import log_of
+from tiny_text import write_texts
+
+from longspan import cli
+from longspan.results import read_rows
+
+SMALL = ["--steps=4", "--context=32", "--set=batch=4", "--set=model.layers=1", "--device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a corpus and a run; the commands run in it."""
+    folder = tmp_path_factory.mktemp("lm")
+    write_texts(folder / "texts", [60] * 40 + [400] * 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("COLUMNS", "120")
+        output = succeed("lm", "corpus", "corpus", "--folder=texts", "--vocabulary=300", "--validation=0.2")
+        assert "left out: none" in output
+        succeed("lm", "train", "corpus", *SMALL, "--position=rope", "--out=run")
+        yield folder
+
+
+def test_a_corpus_and_a_run_lie_where_they_are_said_to(trained: Path) -> None:
+    facts = json.loads((trained / "corpus" / "corpus.json").read_text())
+    assert facts["train"]["documents"] + facts["validation"]["documents"] == 60
+    assert facts["source"] == "texts"
+    assert len(log_of(trained / "run", "finished")) == 1
+    output = succeed("lm", "train", "corpus", *SMALL, "--position=rope", "--out=run")
+    assert "going on from step 4" in output
+    assert "finished at step 4: run" in output
+
+
+def test_a_run_is_named_after_what_it_is(trained: Path) -> None:
+    output = succeed("lm", "train", "corpus", *SMALL, "--method=softmax", "--seed=3")
+    name = "runs/lm-tiny-nape-softmax+batch=4+model.layers=1-s3"
+    assert f"finished at step 4: {name}" in output.replace("\n", "")
+    config = json.loads((trained / name / "config.json").read_text())
+    assert (config["context"], config["batch"], config["model"]["layers"]) == (32, 4, 1)
+
+
+@pytest.mark.parametrize("scoring", ["same", "all"])
+def test_perplexity_writes_a_row_a_length(trained: Path, scoring: str) -> None:
+    before = len(list(read_rows(trained / "run/results.jsonl"))) if (trained / "run/results.jsonl").exists() else 0
+    succeed("lm", "perplexity", "run", f"--scoring={scoring}", "--length=32", "--length=128", "--device=cpu")
+    rows = list(read_rows(trained / "run/results.jsonl"))[before:]
+    assert [(row["task"], row["length"], row["scoring"]) for row in rows] == [
+        ("lm-perplexity", 32, scoring),
+        ("lm-perplexity", 128, scoring),
+    ]
+    assert all(1 < row["low"] < row["value"] < row["high"] < 1000 for row in rows)
+    assert rows[0]["tokens"] == rows[0]["documents"] * (16 if scoring == "same" else 32)
+    assert {"commit", "command", "device", "method", "position", "seed", "step", "config"} <= rows[0].keys()
+
+
+def test_another_base_is_in_the_row(trained: Path) -> None:
+    succeed("lm", "perplexity", "run", "--rope-base=500000", "--length=32", "--device=cpu")
+    assert list(read_rows(trained / "run/results.jsonl"))[-1]["rope_base"] == 500_000
+
+
+@pytest.mark.parametrize("extra", [["--task=s-niah-1"], ["--task=s-niah-2"], ["--task=s-niah-2", "--essays=texts"]])
+def test_needles_write_a_row_a_length(trained: Path, extra: list[str]) -> None:
+    room = ["--length=500", "--samples=3", "--answer-tokens=4", "--device=cpu"]
+    succeed("lm", "needle", "run", *extra, *room)
+    row = list(read_rows(trained / "run/results.jsonl"))[-1]
+    assert (row["task"], row["length"], row["samples"], row["value"]) == (extra[0][7:], 500, 3, 0)
+    succeed("lm", "needle", "run", *extra, *room, "--depth=1")
+    assert list(read_rows(trained / "run/results.jsonl"))[-1]["by_depth"] == [None] * 4 + [0]
+
+
+def test_generation_goes_on_from_its_prompt(trained: Path) -> None:
+    assert succeed("lm", "generate", "run", "the river", "--tokens=5", "--device=cpu").startswith("the river")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["corpus", "other"], "say where the text comes from"),
+        (["corpus", "other", "--folder=absent"], "there is no folder absent"),
+        (["corpus", "corpus", "--folder=texts"], "holds a corpus already"),
+        (["corpus", "other", "--folder=texts", "--vocabulary=9"], "at least 258"),
+        (["corpus", "other", "--folder=texts", "--validation=2"], "between 0 and 1"),
+        (["corpus", "other", "--dataset=some/name"], "pip install datasets"),
+        (["train", "texts"], "is not a corpus"),
+        (["train", "corpus", "--preset=9b"], "there is no preset '9b'"),
+        (["train", "corpus", "--method=magic"], "unknown method 'magic'"),
+        (["train", "corpus", "--set=steps"], "field=value"),
+        (["train", "corpus", "--context=100000"], "does not fit in"),
+        (["perplexity", "run", "--length=100000"], "no document has 100000 tokens"),
+        (["perplexity", "texts"], "has no checkpoint"),
+        (["perplexity", "run", "--corpus=texts"], "is not a corpus"),
+        (["needle", "run", "--length=40"], "40 tokens are too few"),
+        (["needle", "run", "--length=500", "--answer-tokens=4", "--depth=2"], "between 0 and 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input_is_told(
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["longspan", "lm", *arguments])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_the_commands_are_listed() -> None:
+    output = invoke("lm", "--help").output
+    assert all(command in output for command in ("corpus", "train", "perplexity", "needle", "generate"))
