@@ -32,6 +32,7 @@ def corpus(
     folders: Annotated[
         list[Path] | None, typer.Option("--folder", help="Text files: .txt, .md, .rst, also .gz.")
     ] = None,
+    rfcs: Annotated[Path | None, typer.Option("--rfc", help="A folder of RFCs, read as prose.")] = None,
     installed: Annotated[bool, typer.Option("--installed", help="Documentation on this machine.")] = False,
     dataset: Annotated[str | None, typer.Option(help="A Hugging Face dataset, streamed; name:config.")] = None,
     field: Annotated[str, typer.Option(help="The dataset's field with the text.")] = "text",
@@ -45,9 +46,14 @@ def corpus(
     from longspan.text.corpora import build_corpus
     from longspan.text.tokenizer import load_tokenizer
 
-    source = _source(folders or [], installed, dataset, field, most)
+    source = _source(folders or [], rfcs, installed, dataset, field, most)
     chosen = vocabulary if tokenizer is None else load_tokenizer(tokenizer)
-    names = [*map(str, folders or []), *(["installed"] if installed else []), *([dataset] if dataset else [])]
+    names = [
+        *map(str, folders or []),
+        *([f"RFCs in {rfcs}"] if rfcs else []),
+        *(["installed"] if installed else []),
+        *([dataset] if dataset else []),
+    ]
     with console.status("reading") as status:
         facts = build_corpus(
             out,
@@ -143,17 +149,22 @@ def _edited(config: "LanguageConfig", edits: Sequence[str]) -> "LanguageConfig":
     return config
 
 
-def _source(folders: Sequence[Path], installed: bool, dataset: str | None, field: str, most: int | None) -> "Source":
+def _source(
+    folders: Sequence[Path], rfcs: Path | None, installed: bool, dataset: str | None, field: str, most: int | None
+) -> "Source":
     """The documents that the options name, one source after the other."""
     from longspan.text.documents import from_dataset, from_folder, from_installed
+    from longspan.text.rfc import from_rfcs
 
     sources = [from_folder(folder) for folder in folders]
+    if rfcs is not None:
+        sources.append(from_rfcs(rfcs))
     if installed:
         sources.append(from_installed())
     if dataset is not None:
         sources.append(from_dataset(dataset, field=field, most=most))
     if not sources:
-        fail("say where the text comes from: --folder, --installed or --dataset")
+        fail("say where the text comes from: --folder, --rfc, --installed or --dataset")
 
     def read(counts: Counter[str]) -> Iterator[str]:
         return chain.from_iterable(source(counts) for source in sources)

@@ -65,8 +65,8 @@ RECIPES: dict[str, Recipe] = {
     "120m": Recipe(1024, 1024, 32, 4_768, 6e-4, 0.001),  # the paper's scaling-law model: 1M tokens a batch, 5B in all
     # Ours: the smaller, the faster.
     "50m": Recipe(1024, 128, 64, 2_000, 1e-3, 0.1),
-    "10m": Recipe(512, 64, 64, 2_000, 2e-3, 0.1),
-    "tiny": Recipe(128, 16, 16, 300, 1e-2, 0.1),
+    "10m": Recipe(512, 64, 64, 2_000, 1e-3, 0.1),
+    "tiny": Recipe(128, 16, 16, 300, 3e-3, 0.1),
 }
 
 
