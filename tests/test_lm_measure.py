@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from longspan.evaluate import needles as measuring_needles
 from longspan.evaluate import perplexity as measuring
 from longspan.evaluate.needles import retrieval
-from longspan.evaluate.perplexity import long_documents, perplexity, token_losses
+from longspan.evaluate.perplexity import Perplexity, change, long_documents, perplexity, token_losses
 from longspan.nn.cache import KVCache
 from longspan.nn.llama import Llama
 from longspan.text.corpora import Corpus
@@ -79,6 +79,18 @@ def test_perplexity_is_that_of_the_documents_one_by_one(corpus: Corpus) -> None:
         losses = [nn.functional.cross_entropy(llama(each[None, :64])[0], each[1:65]).item() for each in documents]
     assert found.value == pytest.approx(math.exp(sum(losses) / 4), rel=1e-4)
     assert found.low < found.value < found.high
+
+
+def test_a_change_is_counted_document_by_document() -> None:
+    def measured(*losses: float) -> Perplexity:
+        return Perplexity(0, 0, 0, 0, len(losses), list(losses), 0)
+
+    found = change(measured(1.0, 5.0, 9.0), measured(1.1, 5.1, 9.1))
+    assert found == pytest.approx((0.1, 0.1, 0.1), abs=1e-5)
+    wide = change(measured(1.0, 5.0, 9.0), measured(1.0, 5.3, 9.0))
+    assert wide.low < 0 < wide.value < wide.high
+    with pytest.raises(ValueError, match="not the same"):
+        change(measured(1.0), measured(1.0, 2.0))
 
 
 def test_a_document_too_short_is_an_error_and_never_cut(corpus: Corpus) -> None:

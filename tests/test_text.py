@@ -98,6 +98,20 @@ def test_a_trained_tokenizer_gives_back_every_byte(text: str, tmp_path: Path) ->
     assert (again.encode(text), again.vocabulary) == (tokenizer.encode(text), tokenizer.vocabulary)
 
 
+def test_a_mark_in_a_text_is_text(tmp_path: Path) -> None:
+    train_tokenizer(TEXTS, 300).save(tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("a <|end|> of <|begin|>")
+    assert not {tokenizer.begin, tokenizer.end} & set(ids)
+    assert tokenizer.decode(ids) == "a <|end|> of <|begin|>"
+
+
+def test_without_the_package_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(CorpusError, match=r"pip install 'longspan\[lm\]'"):
+        train_tokenizer(TEXTS, 300)
+
+
 def test_every_digit_is_a_token() -> None:
     tokenizer = train_tokenizer(["1234567 1234567 1234567 1234567"] * 50, 300)
     assert len(tokenizer.encode("1234567")) == 7

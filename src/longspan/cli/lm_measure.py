@@ -99,7 +99,8 @@ def perplexity(
     ladder = sorted(lengths or _ladder(of.config.context))
     chosen = measuring.long_documents(of.corpus.split("validation"), ladder[-1], documents)
     scored = max(1, ladder[0] // 2)
-    shown = Table("length", "perplexity", "95 %", "tokens scored", "documents", "seconds", box=None)
+    shown = Table("length", "perplexity", "95 %", "nats a token more", "tokens", "documents", "seconds", box=None)
+    first: measuring.Perplexity | None = None
     for length in ladder:
         with console.status(f"length {length}"):
             found = measuring.perplexity(
@@ -112,7 +113,10 @@ def perplexity(
                 precision=of.config.precision,
             )
         of.record("lm-perplexity", length, {"metric": "perplexity", "scoring": scoring, **found._asdict()})
-        numbers = (f"{found.value:.2f}", f"{found.low:.2f} to {found.high:.2f}", f"{found.tokens:,}")
+        first = first or found
+        more = measuring.change(first, found)
+        change = f"{more.value:+.4f} ({more.low:+.4f} to {more.high:+.4f})" if scoring == "same" else "-"
+        numbers = (f"{found.value:.2f}", f"{found.low:.2f} to {found.high:.2f}", change, f"{found.tokens:,}")
         shown.add_row(str(length), *numbers, str(found.documents), f"{found.seconds:.1f}")
     console.print(shown)
     console.print(f"rows: {run / 'results.jsonl'}", highlight=False, soft_wrap=True)

@@ -44,7 +44,28 @@ class Perplexity(NamedTuple):
     high: float
     tokens: int  # scored
     documents: int
+    by_document: list[float]  # mean losses: what another length or another model is to be compared with
     seconds: float
+
+
+class Change(NamedTuple):
+    """How much more loss, in nats a token, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def change(before: Perplexity, after: Perplexity) -> Change:
+    """From one measurement to another of the same tokens, document by document.
+
+    Documents differ far more from each other than a document does between two lengths or two models, so the interval
+    is far narrower than those of the two perplexities.
+    """
+    if len(before.by_document) != len(after.by_document):
+        raise ValueError(f"{len(before.by_document)} documents and {len(after.by_document)} are not the same ones")
+    mean, half = _mean_and_half_width(torch.tensor(after.by_document) - torch.tensor(before.by_document))
+    return Change(mean, mean - half, mean + half)
 
 
 def long_documents(stream: TokenStream, length: int, most: int | None = None) -> list[Tensor]:
@@ -85,17 +106,22 @@ def perplexity(
     first = 0 if scoring == "all" else longest - length
     windows = torch.stack([document[first : first + length + 1] for document in documents])
     losses = _document_losses(model, windows, scored, precision)
-    mean, error = float(losses.mean()), 0.0
-    if len(losses) > 1:
-        error = 1.96 * float(losses.std()) / math.sqrt(len(losses))
+    mean, half = _mean_and_half_width(losses)
     return Perplexity(
         math.exp(mean),
-        math.exp(mean - error),
-        math.exp(mean + error),
+        math.exp(mean - half),
+        math.exp(mean + half),
         scored * len(losses),
         len(losses),
+        [round(loss, 6) for loss in losses.tolist()],
         time.monotonic() - started,
     )
+
+
+def _mean_and_half_width(values: Tensor) -> tuple[float, float]:
+    """The mean and half the width of its 95 % interval, 0 for a single value."""
+    half = 1.96 * float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return float(values.mean()), half
 
 
 def _document_losses(model: Llama, windows: Tensor, scored: int, precision: Precision) -> Tensor:

@@ -101,6 +101,7 @@ def _marked(backend: "Backend", name: str) -> Tokenizer:
     for begin, end in _MARKS:
         first, last = backend.token_to_id(begin), backend.token_to_id(end)
         if first is not None and last is not None:
+            backend.encode_special_tokens = True  # a mark that a text spells out is text
             return Tokenizer(backend, first, last)
     known = ", ".join(f"{begin} {end}" for begin, end in _MARKS)
     raise CorpusError(f"{name} has none of the pairs of marks that begin and end a document: {known}")
