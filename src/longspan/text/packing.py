@@ -14,6 +14,7 @@ saving a position. Each pass over the corpus has an order of its own, and starts
 fill a window.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,15 +32,20 @@ class TextBatch(NamedTuple):
     documents: Tensor | None  # (batch, time) int64 ids, or None where documents see each other
 
     def to(self, device: torch.device | str) -> "TextBatch":
-        return TextBatch(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
+        return self._each(lambda part: part.to(device, non_blocking=True))
+
+    def pinned(self) -> "TextBatch":
+        """In memory that a GPU copies from while other work goes on."""
+        return self._each(Tensor.pin_memory)
 
     def split(self, rows: int) -> list["TextBatch"]:
         """Batches of `rows` rows each."""
         starts = range(0, len(self.tokens), rows)
-        return [
-            TextBatch(*(None if part is None else part[start : start + rows] for part in self))  # type: ignore[arg-type]
-            for start in starts
-        ]
+        return [self._each(lambda part, start=start: part[start : start + rows]) for start in starts]  # type: ignore[misc]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "TextBatch":
+        documents = None if self.documents is None else change(self.documents)
+        return TextBatch(change(self.tokens), change(self.targets), change(self.mask), documents)
 
 
 def window(stream: TokenStream, start: int, context: int, separate: bool = True) -> TextBatch:

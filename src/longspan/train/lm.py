@@ -7,6 +7,7 @@ and the optimiser, and a run resumes bit for bit.
 import hashlib
 import json
 import math
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -165,6 +166,8 @@ class LanguageTrainer:
         self.step = 0
         self._sums = torch.zeros(2, device=self.device)  # loss, gradient norm
         self._since = 0
+        self._drawer = ThreadPoolExecutor(1)
+        self._ahead: tuple[int, Future[TextBatch]] | None = None  # a step, and its batch, drawn while another one runs
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
             for block in self.model.blocks:  # one block is compiled and serves every layer
@@ -176,7 +179,7 @@ class LanguageTrainer:
 
     def advance(self) -> None:
         """Take one step."""
-        batch = self.windows.draw(self.step)
+        batch = self._batch()
         counted = batch.mask.sum()
         loss = torch.zeros((), device=self.device)
         for part in batch.split(self.config.micro_batch):
@@ -190,6 +193,19 @@ class LanguageTrainer:
         self._sums += torch.stack([loss, norm])
         self.step += 1
         self._since += 1
+
+    def _batch(self) -> TextBatch:
+        """The batch of this step, drawn ahead if it was; the next one is begun."""
+        if self._ahead is None or self._ahead[0] != self.step:
+            self._ahead = self.step, self._drawer.submit(self._draw, self.step)
+        batch = self._ahead[1].result()
+        if self.step + 1 < self.config.steps:
+            self._ahead = self.step + 1, self._drawer.submit(self._draw, self.step + 1)
+        return batch
+
+    def _draw(self, step: int) -> TextBatch:
+        batch = self.windows.draw(step)
+        return batch.pinned() if self.device.type == "cuda" else batch
 
     def metrics(self) -> Metrics:
         """The means since the last call; on a GPU this waits for the steps to end."""
