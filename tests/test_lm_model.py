@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_text import tiny_corpus
+from torch import Tensor
 
 from longspan.nn.decoder import AttentionConfig
 from longspan.nn.generate import generate
@@ -59,6 +60,34 @@ def test_the_420m_preset_is_the_papers() -> None:
 def test_no_parameter_is_a_bias_but_a_scalers() -> None:
     names = [name for name, parameter in Llama(preset("tiny")).named_parameters() if name.endswith("bias")]
     assert all(".scaler." in name for name in names)
+
+
+def test_the_decoder_is_what_its_equations_say() -> None:
+    """Softmax without positions, written out."""
+    llama = model("softmax", "nope")
+    tokens = torch.randint(50, (2, 11), generator=torch.Generator().manual_seed(1))
+    weights = dict(llama.named_parameters())
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weights[f"{name}.weight"]
+
+    def through(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].T
+
+    x = weights["embed.weight"][tokens]
+    future = torch.ones(11, 11, dtype=torch.bool).triu(1)
+    for block in ("blocks.0", "blocks.1"):
+        h = norm(x, f"{block}.before_attention")
+        q, k, v = (through(h, f"{block}.attention.{name}").view(2, 11, 4, 16) for name in ("query", "key", "value"))
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) / 4
+        p = scores.masked_fill(future, -torch.inf).softmax(-1)
+        x = x + through(torch.einsum("bhij,bjhd->bihd", p, v).flatten(2), f"{block}.attention.output")
+        h = norm(x, f"{block}.before_mlp")
+        gate = through(h, f"{block}.gate")
+        x = x + through(gate * gate.sigmoid() * through(h, f"{block}.up"), f"{block}.down")
+    expected = through(norm(x, "norm"), "output")
+    assert torch.allclose(llama(tokens), expected, atol=1e-9)
+    assert torch.allclose(llama(tokens, only=torch.tensor([3, 10])), expected[:, [3, 10]], atol=1e-9)
 
 
 @pytest.mark.parametrize("position", POSITIONS)

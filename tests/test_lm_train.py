@@ -91,9 +91,13 @@ def test_gradients_add_up_to_those_of_the_whole_batch(config: LanguageConfig) ->
 
 
 def test_the_loss_is_the_mean_over_the_tokens_that_count(config: LanguageConfig) -> None:
-    trainer = LanguageTrainer(config)
+    trainer = LanguageTrainer(changed(config, context=512))  # long enough for several documents
     batch = trainer.windows.draw(0)
+    assert batch.documents is not None
+    assert batch.documents.any()
     with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.5)  # far enough from the start for attention to matter
         logits = trainer.model(batch.tokens, documents=batch.documents).log_softmax(-1)
         expected = -logits.gather(-1, batch.targets[..., None]).squeeze(-1)[batch.mask].mean()
     trainer.advance()

@@ -61,7 +61,8 @@ def test_the_batch_of_a_step_needs_no_history(stream: TokenStream) -> None:
     there = [first.starts(step) for step in range(8)]
     assert [second.starts(step) for step in (7, 0, 3)] == [there[7], there[0], there[3]]
     assert torch.equal(first.draw(5).tokens, second.draw(5).tokens)
-    assert [Windows(stream, 4, 3, seed=2).starts(step) for step in range(8)] != there
+    orders = {tuple(Windows(stream, 2, 11, seed=seed).starts(0)) for seed in range(4)}  # nothing is left over to shift
+    assert len(orders) == 4
     parts = first.draw(2).split(2)
     assert [len(part.tokens) for part in parts] == [2, 1]
     assert torch.equal(torch.cat([part.mask for part in parts]), first.draw(2).mask)
@@ -93,6 +94,8 @@ def test_a_needle_is_where_and_as_long_as_asked(corpus: Corpus, task: str, lengt
     ids = maker.ids(needle)
     longest = max(len(corpus.tokenizer.encode(line)) for line in (NOISE, *sentences(essays(corpus))))
     assert length - 32 - longest - 2 <= len(ids) == needle.tokens <= length - 32
+    if task == "s-niah-1":
+        assert len(ids) + len(corpus.tokenizer.encode("\n" + NOISE)) > length - 32  # another line does not fit
     assert ids[0] == corpus.tokenizer.begin
     assert corpus.tokenizer.decode(ids) == needle.prompt
     assert needle.prompt.count(needle.answer) == 1
