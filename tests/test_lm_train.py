@@ -10,6 +10,7 @@ from tiny_runs import log_of
 from tiny_text import tiny_corpus
 
 from longspan.nn.decoder import DecoderConfig
+from longspan.nn.llama import flops_per_token, preset
 from longspan.text.documents import CorpusError
 from longspan.train import lm_loop
 from longspan.train.checkpoint import load, saved
@@ -49,7 +50,7 @@ def train(config: LanguageConfig, folder: Path, stop: Stop | None = None) -> Out
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
     rows = {row["step"]: row for row in log_of(folder, "train")}
-    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows.values()]
+    return [{key: value for key, value in row.items() if "per_second" not in key} for row in rows.values()]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -122,8 +123,16 @@ def test_the_log_tells_tokens_and_throughput(tmp_path: Path, config: LanguageCon
     assert [row["step"] for row in rows] == [3, 6, 9, 12]
     assert [row["tokens"] for row in rows] == [128 * step for step in (3, 6, 9, 12)]
     assert all(row["tokens_per_second"] > 0 for row in rows)
+    assert all(row["utilisation"] is None for row in rows)  # nobody knows a CPU's peak
+    each = flops_per_token(config.model, config.context)
+    assert all(row["flops_per_second"] == pytest.approx(each * row["tokens_per_second"]) for row in rows)
     assert [row["step"] for row in log_of(tmp_path, "validate")] == [7, 12]
     assert len(saved(tmp_path / "checkpoints")) == 2
+
+
+def test_operations_are_counted_as_utilisation_counts_them() -> None:
+    weights = 24 * (4 * 768**2 + 3 * 768 * 3072) + 128_256 * 768 + 49 * 768  # blocks, output, norms
+    assert flops_per_token(preset("420m"), 2048) == 6 * weights + 12 * 24 * 768 * 2048
 
 
 def test_the_schedule_is_the_papers(config: LanguageConfig) -> None:

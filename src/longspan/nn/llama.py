@@ -49,6 +49,16 @@ def parameter_count(config: DecoderConfig) -> int:
     return 2 * config.vocabulary * config.dim + config.layers * block + config.dim
 
 
+def flops_per_token(config: DecoderConfig, context: int) -> int:
+    """Floating-point operations of a training step per token, as the model flops utilisation counts them.
+
+    6 for every parameter but the embedding's, a lookup, and 12 for every score of every layer's width (Chowdhery et al.
+    2022). Attention counts as dense and not causal whatever a method skips, so that all methods count alike.
+    """
+    multiplied = parameter_count(config) - config.vocabulary * config.dim
+    return 6 * multiplied + 12 * config.layers * config.dim * context
+
+
 class Llama(nn.Module):
     """Tokens (batch, time) to logits (batch, time, vocabulary)."""
 

@@ -8,11 +8,14 @@ from typing import Literal
 
 import torch
 
+from longspan.nn.llama import flops_per_token
 from longspan.results import Row, append_rows, provenance
 from longspan.train import checkpoint as checkpoints
 from longspan.train.config import from_json, to_json
 from longspan.train.lm import LanguageConfig, LanguageTrainer, fingerprint, learning_rate
 from longspan.train.loop import Diverged, Outcome, Report, Stop
+
+_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
 def run_language(
@@ -69,14 +72,18 @@ def _claim(folder: Path, config: LanguageConfig) -> None:
 
 def _log(trainer: LanguageTrainer, note: Report, since_step: int, since: float) -> None:
     metrics = trainer.metrics()  # waits for the device, so the clock is read after it
-    tokens = (trainer.step - since_step) * trainer.tokens_a_step
+    speed = (trainer.step - since_step) * trainer.tokens_a_step / max(time.monotonic() - since, 1e-9)
+    flops = speed * flops_per_token(trainer.config.model, trainer.config.context)
+    peak = _peak_flops(trainer.device)
     row = {
         "event": "train",
         "step": trainer.step,
         **metrics._asdict(),
         "rate": learning_rate(trainer.step - 1, trainer.config),
         "tokens": trainer.step * trainer.tokens_a_step,
-        "tokens_per_second": tokens / max(time.monotonic() - since, 1e-9),
+        "tokens_per_second": speed,
+        "flops_per_second": flops,
+        "utilisation": None if peak is None else flops / peak,
     }
     note(row)
     if not math.isfinite(metrics.loss):
@@ -84,6 +91,12 @@ def _log(trainer: LanguageTrainer, note: Report, since_step: int, since: float) 
             f"the loss is {metrics.loss} after {trainer.step} steps; the checkpoints before it are kept. "
             "A lower learning rate, a longer warm-up or gradient clipping may help."
         )
+
+
+def _peak_flops(device: torch.device) -> float | None:
+    """The dense bfloat16 rate that the maker tells of a GPU, where it is known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for model, peak in _PEAK_FLOPS.items() if model in name), None)
 
 
 def _save(trainer: LanguageTrainer, folder: Path) -> Path:
