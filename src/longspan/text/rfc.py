@@ -1,7 +1,7 @@
 """RFCs as prose: pages joined, headers, footers, tables of contents and figures dropped.
 
-Debian's packages doc-rfc-* (component non-free) put 9,148 of them, 494 MB, under /usr/share/doc/RFC. Of doc-rfc-std,
-200 documents of 17.5 MB, 12.5 MB of prose remain, and 60 documents have 64 KB or more of it.
+Debian's packages doc-rfc-* (component non-free, version 20230121) put 8,917 text files under /usr/share/doc/RFC; they
+make 8,882 documents and 360 MB of prose.
 
     ... a client that does not wish to                     ... a client that does not wish to
                                                            receive the message MUST say so.
