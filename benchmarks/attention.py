@@ -1,4 +1,4 @@
-"""Milliseconds of exact entmax attention on a GPU against its peers: flash and cuDNN softmax, flex attention, AdaSplash.
+"""Milliseconds of exact entmax attention on a GPU against its peers: flash, cuDNN and flex attention, AdaSplash.
 
 Causal, bf16, 16 heads, 16K tokens a batch (one sequence where it is longer). Workloads:
 
@@ -19,6 +19,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -135,8 +136,8 @@ def measure(attend: dict[str, Attend], inputs: list[Tensor], rounds: int) -> dic
     for _ in range(rounds):
         for name in times:
             pair = times[name]
-            pair[0].append(milliseconds(lambda name=name: forward(attend[name]), 3))
-            pair[1].append(milliseconds(lambda name=name: both(attend[name]), 3))
+            pair[0].append(milliseconds(partial(forward, attend[name]), 3))
+            pair[1].append(milliseconds(partial(both, attend[name]), 3))
     return {name: (statistics.median(pair[0]), statistics.median(pair[1])) for name, pair in times.items()}
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from longspan.kernels.forward import key_tiles
 from longspan.kernels.solver import weights_and_gains
-from longspan.kernels.tiles import SIZES, distances, load_tile, scores_of, store_tile
+from longspan.kernels.tiles import SIZES, distances, load_tile, narrowed, scores_of, store_tile
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, positions
         d_s = gain * (d_p - delta[:, None])
         if SLOPES:
             d_slope -= tl.sum(d_s * distances(keys[None, :], positions[:, None]), 1)
-        d_q = tl.dot(d_s.to(k.dtype), k, d_q, input_precision=PRECISION)
+        d_q = tl.dot(narrowed(d_s, k.dtype), k, d_q, input_precision=PRECISION)
     return d_q, d_slope
 
 
@@ -60,6 +60,7 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Maximum, Height, List, Counts, Sl
         Documents += batch * TK
         Ranges += (batch * NQ + block) * 2
     end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    limit = end if LENGTHS or not CAUSAL else None
     slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     d_o = load_tile(dO + batch * o_b + head * o_h, first, o_t, o_d, TQ, DV, M, BLOCK_DV)
@@ -67,7 +68,7 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Maximum, Height, List, Counts, Sl
     delta = tl.sum(d_o.to(tl.float32) * mean.to(tl.float32), 1)
     line_place = pair.to(tl.int64) * TQ + rows
     tl.store(Delta + line_place, delta, mask=rows < TQ)
-    maximum = tl.load(Maximum + line_place, mask=rows < TQ, other=0.0)
+    maximum = tl.load(Maximum + line_place, mask=rows < TQ, other=1e30)  # beyond the end nothing survives
     height = tl.load(Height + line_place, mask=rows < TQ, other=0.0)
     if KIND == 0:
         second, last, masked = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, Ranges, TK,
@@ -82,11 +83,11 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Maximum, Height, List, Counts, Sl
     d_slope = tl.zeros([M], tl.float32)
     d_q, d_slope = _query_tiles(
         q, d_o, K, V, k_t, k_d, v_t, v_d, begin, masked, List, positions, maximum, height, delta, d_q, d_slope,
-        a, r, scale, slope, end, Documents, TK, D, DV,
+        a, r, scale, slope, limit, Documents, TK, D, DV,
         KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, True, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     d_q, d_slope = _query_tiles(
         q, d_o, K, V, k_t, k_d, v_t, v_d, second, last, List, positions, maximum, height, delta, d_q, d_slope,
-        a, r, scale, slope, end, Documents, TK, D, DV,
+        a, r, scale, slope, limit, Documents, TK, D, DV,
         KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, False, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     store_tile(dQ + batch * dq_b + head * dq_h, d_q * scale, first, dq_t, dq_d, TQ, D, M, BLOCK_D)
     if SLOPES:
@@ -108,7 +109,7 @@ def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, count, List, Maximum, Hei
         rows = first + tl.arange(0, PART)
         q = load_tile(Q, first, q_t, q_d, TQ, D, PART, BLOCK_D)
         d_o = load_tile(dO, first, o_t, o_d, TQ, DV, PART, BLOCK_DV)
-        maximum = tl.load(Maximum + rows, mask=rows < TQ, other=0.0)
+        maximum = tl.load(Maximum + rows, mask=rows < TQ, other=1e30)
         height = tl.load(Height + rows, mask=rows < TQ, other=0.0)
         delta = tl.load(Delta + rows, mask=rows < TQ, other=0.0)
         product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -118,7 +119,7 @@ def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, count, List, Maximum, Hei
                       CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         p, gain = weights_and_gains(z, maximum[None, :], height[None, :], r, KIND)
         d_v = tl.dot(p.to(d_o.dtype), d_o, d_v, input_precision=PRECISION)
-        d_s = (gain * (d_p - delta[None, :])).to(q.dtype)
+        d_s = narrowed(gain * (d_p - delta[None, :]), q.dtype)
         d_k = tl.dot(d_s, q, d_k, input_precision=PRECISION)
     return d_k, d_v
 
@@ -129,20 +130,23 @@ def key_kernel(Q, K, V, dO, dK, dV, Delta, Maximum, Height, List, Counts, Slopes
                dk_b, dk_h, dk_t, dk_d, dv_b, dv_h, dv_t, dv_d, H, GROUP, TQ, TK, D, DV, NQ, NK,
                KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr,
                DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr,
-               M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
+               M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, KEYS: tl.constexpr,
                  BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    """The gradients of a tile of keys and values, over the blocks of queries that use it."""
+    """The gradients of KEYS keys and values of a tile, over the blocks of queries that use the tile."""
     kv_heads = H // GROUP
-    pair, tile = tl.program_id(0) // NK, tl.program_id(0) % NK
+    parts = NK * (N // KEYS)
+    pair, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    tile, first = part // (N // KEYS), part * KEYS
     batch, kv_head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
-    keys = tile * N + tl.arange(0, N)
+    keys = first + tl.arange(0, KEYS)
     if DOCUMENTS:
         Documents += batch * TK
     end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
-    k = load_tile(K + batch * k_b + kv_head * k_h, tile * N, k_t, k_d, TK, D, N, BLOCK_D)
-    v = load_tile(V + batch * v_b + kv_head * v_h, tile * N, v_t, v_d, TK, DV, N, BLOCK_DV)
-    d_k = tl.zeros([N, BLOCK_D], tl.float32)
-    d_v = tl.zeros([N, BLOCK_DV], tl.float32)
+    limit = end if LENGTHS or not CAUSAL else None
+    k = load_tile(K + batch * k_b + kv_head * k_h, first, k_t, k_d, TK, D, KEYS, BLOCK_D)
+    v = load_tile(V + batch * v_b + kv_head * v_h, first, v_t, v_d, TK, DV, KEYS, BLOCK_DV)
+    d_k = tl.zeros([KEYS, BLOCK_D], tl.float32)
+    d_v = tl.zeros([KEYS, BLOCK_DV], tl.float32)
     for member in range(GROUP):
         head = kv_head * GROUP + member
         slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
@@ -161,15 +165,15 @@ def key_kernel(Q, K, V, dO, dK, dV, Delta, Maximum, Height, List, Counts, Slopes
         d_k, d_v = _key_tiles(
             k, v, Q + batch * q_b + head * q_h, dO + batch * o_b + head * o_h, q_t, q_d, o_t, o_d, begin, masked,
             Tiles, Maximum + offset, Height + offset, Delta + offset, keys, d_k, d_v,
-            a, r, scale, slope, end, Documents, TQ, TK, D, DV,
+            a, r, scale, slope, limit, Documents, TQ, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, True, M, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
         d_k, d_v = _key_tiles(
             k, v, Q + batch * q_b + head * q_h, dO + batch * o_b + head * o_h, q_t, q_d, o_t, o_d, masked, count,
             Tiles, Maximum + offset, Height + offset, Delta + offset, keys, d_k, d_v,
-            a, r, scale, slope, end, Documents, TQ, TK, D, DV,
+            a, r, scale, slope, limit, Documents, TQ, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, False, M, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
-    store_tile(dK + batch * dk_b + kv_head * dk_h, d_k * scale, tile * N, dk_t, dk_d, TK, D, N, BLOCK_D)
-    store_tile(dV + batch * dv_b + kv_head * dv_h, d_v, tile * N, dv_t, dv_d, TK, DV, N, BLOCK_DV)
+    store_tile(dK + batch * dk_b + kv_head * dk_h, d_k * scale, first, dk_t, dk_d, TK, D, KEYS, BLOCK_D)
+    store_tile(dV + batch * dv_b + kv_head * dv_h, d_v, first, dv_t, dv_d, TK, DV, KEYS, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=SIZES)

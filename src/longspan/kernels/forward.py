@@ -1,6 +1,6 @@
 """Entmax attention for long rows, forward: one dense look at the scores, everything else on the tiles that survive it.
 
-One program for a block of queries of one head, in three stages, the last in a kernel of its own.
+One program for a block of queries of one head, in three stages, each a kernel.
 
 1. *Survey*, every visible tile once, from the diagonal back. For each row it keeps the maximum so far and a height: the
    threshold lies at most that far below the maximum. A tile with nothing above any row's threshold is dead, costs one
@@ -12,13 +12,14 @@ One program for a block of queries of one head, in three stages, the last in a k
 How a threshold rises before the whole row is seen: with r = 1/(alpha-1), the norm ||[z - t]_+||_r is convex in t and
 the threshold is where it is 1. Any minorant of it has its root below. The survey carries a tangent of the norm over
 the tiles so far, a line; a new tile's sums are added under the norm, and the tangent of the result is the next line.
-Newton's method on the norm is exact for ties, where on the sum it would take many steps.
+Newton's method on the norm is exact for ties, where on the sum it would take many steps. The survey may work with a
+whole power R >= r, without transcendental functions: its threshold is then a lower bound too, see `survey_power`.
 """
 
 import triton
 import triton.language as tl
 
-from longspan.kernels.solver import gains, inside, joined_norm, last_fall
+from longspan.kernels.solver import gains, joined_norm
 from longspan.kernels.tiles import SIZES, load_tile, scores_of
 
 
@@ -43,7 +44,7 @@ def key_tiles(first_position, last_position, end, Ranges, TK,
 @triton.jit
 def _survey_tile(product, tile, positions, valid, maximum, height, line, slope_of_line, count, List,
                  a, r, scale, slope, end, Documents, TK,
-                 KIND: tl.constexpr, CONVEX: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
+                 KIND: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
                  SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, N: tl.constexpr):  # fmt: skip
     keys = tile * N + tl.arange(0, N)
     if SLOPES or MASKED:
@@ -61,49 +62,26 @@ def _survey_tile(product, tile, positions, valid, maximum, height, line, slope_o
         lower = tl.minimum(height + (risen - maximum), 1.0)
         line = tl.maximum(line - slope_of_line * ((risen - maximum) - (lower - height)), 0.0)
         maximum, height = risen, lower
-        if CONVEX:
-            unit = 1.0 if SLOPES or MASKED else a * scale
-            for step in tl.static_range(STEPS):
-                u = tl.maximum(z * unit + (height - maximum)[:, None], 0.0)
-                gain = gains(u, r, KIND)
-                norm, steepness = joined_norm(line, slope_of_line, tl.sum(gain * u, 1), tl.sum(gain, 1), a, r, KIND)
-                fall = tl.maximum((norm - 1.0) / steepness, 0.0)
-                height -= fall
-                if step < STEPS - 1:
-                    line = tl.maximum(line - slope_of_line * fall, 0.0)
-            line, slope_of_line = tl.minimum(norm, 1.0), steepness
+        unit = 1.0 if SLOPES or MASKED else a * scale
+        for step in tl.static_range(STEPS):
+            u = tl.maximum(z * unit - maximum[:, None] + height[:, None], 0.0)
+            gain = gains(u, r, KIND)
+            norm, steepness = joined_norm(line, slope_of_line, tl.sum(gain * u, 1), tl.sum(gain, 1), r, KIND)
+            fall = tl.maximum((norm - 1.0) / steepness, 0.0)
+            height -= fall
+            if step < STEPS - 1:
+                line = tl.maximum(line - slope_of_line * fall, 0.0)
+        line, slope_of_line = tl.minimum(norm, 1.0), steepness
     return maximum, height, line, slope_of_line, count
 
 
-@triton.jit
-def _sums(q, K, k_t, k_d, begin, count, List, positions, maximum, height, mass, gain_mass, support,
-          a, r, scale, slope, end, Documents, TK, D,
-          KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
-          PRECISION: tl.constexpr, MASKED: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Sums over the tiles `begin` to `count` of the list at this height."""
-    for index in range(begin, count):
-        tile = tl.load(List + index).to(tl.int32)
-        k = load_tile(K, tile * N, k_t, k_d, TK, D, N, BLOCK_D, WHOLE=not MASKED)
-        product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        keys = tile * N + tl.arange(0, N)
-        z = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end, Documents, TK,
-                      CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
-        u = tl.maximum(z + (height - maximum)[:, None], 0.0)
-        gain = gains(u, r, KIND)
-        mass += tl.sum(gain * u, 1)
-        gain_mass += tl.sum(gain, 1)
-        if KIND == 1:
-            support += tl.sum(tl.where(u > 0, 1.0, 0.0), 1)
-    return mass, gain_mass, support
-
-
 @triton.jit(do_not_specialize=SIZES)
-def survey_kernel(Q, K, Maximum, Height, List, Counts, Slopes, Lengths, Documents, Ranges, KeyNorms,
-                  a, r, scale, tolerance, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
-                  KIND: tl.constexpr, CONVEX: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
+def survey_kernel(Q, K, Maximum, Height, Slope, List, Counts, Slopes, Lengths, Documents, Ranges, KeyNorms,
+                  a, r, scale, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
+                  KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
                   LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr,
                   M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """The maximum and height of every row, and the list of live tiles."""
+    """The maximum of every row, a height that its threshold does not lie below, and the list of live tiles."""
     # Long rows first; neighbours share their keys.
     pair, block = tl.program_id(0) // NQ, NQ - 1 - tl.program_id(0) % NQ
     batch, head = (pair // H).to(tl.int64), (pair % H).to(tl.int64)
@@ -115,6 +93,7 @@ def survey_kernel(Q, K, Maximum, Height, List, Counts, Slopes, Lengths, Document
         Documents += batch * TK
         Ranges += (batch * NQ + block) * 2
     end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    limit = end if LENGTHS or not CAUSAL else None
     slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
     place = pair.to(tl.int64) * NQ + block
     List += place * NK
@@ -133,14 +112,15 @@ def survey_kernel(Q, K, Maximum, Height, List, Counts, Slopes, Lengths, Document
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         maximum, height, line, slope_of_line, count = _survey_tile(
             product, tile, positions, valid, maximum, height, line, slope_of_line, count, List,
-            a, r, scale, slope, end, Documents, TK, KIND, CONVEX, 4, CAUSAL, SLOPES, DOCUMENTS, True, N)  # fmt: skip
+            a, r, scale, slope, limit, Documents, TK, KIND, 2, CAUSAL, SLOPES, DOCUMENTS, True, N)  # fmt: skip
     masked = count
     if SLOPES and CAUSAL and not MASK_ALL:
         # scale |q| |k| - slope distance is under the threshold beyond this distance, for every row.
         norm = tl.load(KeyNorms + pair // H * (H // GROUP) + pair % H // GROUP)
         reach = tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)) * norm
-        excess = tl.where(valid, reach * (a * scale * 1.001) - maximum + height, -float("inf"))
-        window = tl.minimum(tl.maximum(tl.max(excess, 0) / tl.maximum(a * slope, 1e-30), -1e9), 1e9)
+        room = tl.where(valid, reach * (a * scale * 1.001) - maximum + height, -float("inf"))
+        window = tl.minimum(tl.maximum(tl.max(room, 0) / tl.maximum(a * slope, 1e-30), -1e9), 1e9)
+        window = tl.where(slope > 0, window, 1e9)
         start = tl.maximum(start, ((first + TK - TQ).to(tl.float32) - window).to(tl.int32) // N)
         start = tl.minimum(start, whole)
     for index in range(whole - start):
@@ -149,55 +129,12 @@ def survey_kernel(Q, K, Maximum, Height, List, Counts, Slopes, Lengths, Document
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         maximum, height, line, slope_of_line, count = _survey_tile(
             product, tile, positions, valid, maximum, height, line, slope_of_line, count, List,
-            a, r, scale, slope, end, Documents, TK, KIND, CONVEX, 1, CAUSAL, SLOPES, DOCUMENTS, False, N)  # fmt: skip
-    tl.debug_barrier()  # the list is read by threads that did not write it
-
-    # The root lies between these heights; the norms there serve the secant.
-    low, low_norm = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
-    high, high_norm = height, tl.zeros([M], tl.float32)
-    if CONVEX:
-        # The line lies below the norm; by how much, on rows of noise and of structure alike.
-        height -= tl.minimum(0.2 / tl.maximum(slope_of_line, 1e-20), 0.5 * height)
-    going = count > 0
-    rounds = 0
-    while going:
-        mass = tl.zeros([M], tl.float32)
-        gain_mass = tl.zeros([M], tl.float32)
-        support = tl.zeros([M], tl.float32)
-        mass, gain_mass, support = _sums(
-            q, K, k_t, k_d, 0, masked, List, positions, maximum, height, mass, gain_mass, support,
-            a, r, scale, slope, end, Documents, TK, D,
-            KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, True, N, BLOCK_D)  # fmt: skip
-        mass, gain_mass, support = _sums(
-            q, K, k_t, k_d, masked, count, List, positions, maximum, height, mass, gain_mass, support,
-            a, r, scale, slope, end, Documents, TK, D,
-            KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, False, N, BLOCK_D)  # fmt: skip
-        sees = valid & (maximum > -1e30)
-        excess = tl.max(tl.where(sees, tl.abs(mass - 1.0), 0.0), 0)
-        rounds += 1
-        going = (excess > tolerance) & (rounds < 32)
-        above = mass >= 1.0
-        if CONVEX:
-            low, high = tl.where(above, low, height), tl.where(above, height, high)
-            if going:
-                # Newton's method on the logarithm of the sum, which is nearly straight.
-                fall = mass * tl.log(tl.maximum(mass, 1e-20)) * a / tl.maximum(gain_mass, 1e-20)
-                height = inside(height - fall, low, high)
-            else:
-                height = inside(height - last_fall(mass, gain_mass, support, a, KIND), low, high)
-        else:
-            # The norm's secant, the old end's distance halved where it stays (Illinois).
-            norm, _ = joined_norm(low * 0.0, low * 0.0, mass, gain_mass, a, r, KIND)
-            low_norm = tl.where(above, tl.where(height < high, (low_norm + 1.0) * 0.5, low_norm), norm)
-            high_norm = tl.where(above, norm, tl.where(high_norm > 0, (high_norm + 1.0) * 0.5, high_norm))
-            low, high = tl.where(above, low, height), tl.where(above, height, high)
-            if going:
-                share = (1.0 - low_norm) / tl.maximum(high_norm - low_norm, 1e-20)
-                height = low + (high - low) * tl.minimum(tl.maximum(share, 0.02), 0.98)
+            a, r, scale, slope, limit, Documents, TK, KIND, 1, CAUSAL, SLOPES, DOCUMENTS, False, N)  # fmt: skip
 
     sees = maximum > -1e30
     line_place = pair.to(tl.int64) * TQ + rows
     tl.store(Maximum + line_place, tl.where(sees, maximum, 0.0), mask=valid)
     tl.store(Height + line_place, tl.where(sees, height, 0.0), mask=valid)
+    tl.store(Slope + line_place, slope_of_line, mask=valid)
     tl.store(Counts + place * 2, masked)
     tl.store(Counts + place * 2 + 1, count)

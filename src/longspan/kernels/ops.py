@@ -10,19 +10,22 @@ from longspan.kernels.backward import column_kernel, key_kernel, query_kernel
 from longspan.kernels.forward import survey_kernel
 from longspan.kernels.output import output_kernel
 from longspan.kernels.softmax import softmax_kernel
-from longspan.kernels.solver import SOFTMAX, kind_of, powers_of
-from longspan.kernels.tiles import like_tokens, padded
+from longspan.kernels.solve import solve_kernel
+from longspan.kernels.solver import SOFTMAX, kind_of, powers_of, survey_power
+from longspan.kernels.tiles import contiguous, like_tokens, padded
 
 
 class Launch(NamedTuple):
-    """How a kernel runs: the keys or queries it takes at a time, its warps and the depth of its pipeline."""
+    """How a kernel runs: the keys or queries it takes at a time, its warps, the depth of its pipeline, and the most
+    registers of a thread, so that two or more blocks of threads share a processor and hide each other's waits."""
 
     part: int
     warps: int
     stages: int
+    registers: int | None = None
 
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages}
+    def options(self) -> dict[str, int | None]:
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 class Blocks(NamedTuple):
@@ -31,9 +34,11 @@ class Blocks(NamedTuple):
     rows: int
     keys: int
     survey: Launch
+    solve: Launch
     output: Launch
     query: Launch
     key: Launch
+    keys_at_once: int  # of a tile, in the kernel of the keys
 
 
 def blocks_of(q: Tensor, v: Tensor) -> Blocks:
@@ -41,12 +46,15 @@ def blocks_of(q: Tensor, v: Tensor) -> Blocks:
     width = max(padded(q.shape[3]), padded(v.shape[3]))
     if q.dtype == torch.float32:
         rows, launch = 64 if width <= 64 else 32, Launch(32, 4, 2)
-        return Blocks(rows, 32, launch, launch, launch, launch)
+        return Blocks(rows, 32, launch, launch, launch, launch, launch, 32)
     if width <= 64:
-        return Blocks(128, 128, Launch(128, 4, 3), Launch(64, 8, 3), Launch(64, 8, 3), Launch(64, 8, 3))
+        output, query = Launch(64, 8, 3), Launch(64, 8, 3, 128)
+        return Blocks(128, 128, Launch(128, 4, 3), Launch(128, 4, 3), output, query, Launch(32, 4, 3, 168), 64)
     if width <= 128:
-        return Blocks(128, 64, Launch(64, 4, 3), Launch(64, 8, 3), Launch(64, 8, 3), Launch(32, 4, 3))
-    return Blocks(64, 64, Launch(64, 8, 2), Launch(32, 8, 2), Launch(32, 8, 2), Launch(32, 8, 2))
+        wide = Launch(64, 8, 3)
+        return Blocks(128, 64, Launch(64, 4, 3), wide, wide, wide, Launch(32, 4, 3), 64)
+    wide = Launch(32, 8, 2)
+    return Blocks(64, 64, Launch(64, 8, 2), Launch(64, 8, 2), wide, wide, wide, 64)
 
 
 class _Outputs(NamedTuple):
@@ -73,7 +81,7 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, alpha: float, grad: bool, stats: b
     shape = line.shape if stats else (0,)
     return _Outputs(
         out,
-        torch.empty_like(out) if grad and sparse else out.new_empty(0),
+        torch.empty_like(out, dtype=torch.float32) if grad and sparse else line.new_empty(0),
         line,
         torch.empty_like(line),
         line.new_empty(shape),
@@ -169,19 +177,35 @@ def _visible_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> int:
     return sum(triton.cdiv(max(end, 0), blocks.keys) for end in ends)
 
 
+def _precision(alpha: float, dtype: torch.dtype, stats: bool) -> tuple[float, float]:
+    """How far a row's norm may be from 1 before the last two steps, and what its sum should be before the last.
+
+    Each of the two squares the error or better, and what is left should drown in the rounding of the dtype. The last
+    should be a fall, so the sum before it aims above 1. For alpha > 2 there are no such steps.
+    """
+    if stats or dtype == torch.float32:
+        return (2e-6 if alpha > 2 else 1e-3), 1.0
+    coarse = dtype == torch.bfloat16
+    if alpha > 2:
+        return (3e-3 if coarse else 3e-4), 1.0
+    if alpha != 1.5:
+        return (0.1 if coarse else 0.03), 1.0
+    return (0.45, 1.01) if coarse else (0.05, 1.0005)
+
+
 @torch.library.custom_op("longspan::long_attention", mutates_args=())
 def long_attention(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
     alpha: float, scale: float, causal: bool, grad: bool, stats: bool,
 ) -> list[Tensor]:  # fmt: skip
     """`_Outputs`. `grad`: keep what the backward needs. `stats`: count supports and entropies."""
+    slopes, lengths, documents = contiguous(slopes, lengths, documents)
     batch, heads, time, _ = q.shape
     blocks, made = blocks_of(q, v), _outputs(q, k, v, alpha, grad, stats)
     constants = _constants(q, v, slopes, lengths, documents, causal)
     rows, keys = triton.cdiv(time, blocks.rows), triton.cdiv(k.shape[2], blocks.keys)
     ranges = None
     if documents is not None:
-        documents = documents.contiguous()
         ranges = _document_ranges(q, k, documents, blocks)
     strides = *q.stride(), *k.stride(), *v.stride(), *made.out.stride()
     sizes = heads, heads // k.shape[1], time, k.shape[2], q.shape[3], v.shape[3]
@@ -194,18 +218,20 @@ def long_attention(
         )  # fmt: skip
         return list(made)
     a, r = powers_of(alpha)
-    # How far a row's sum may be from 1 before the last two steps, each of which squares the error.
-    tolerance = 0.3 if alpha == 1.5 else 0.1
-    if q.dtype == torch.float32:
-        tolerance = 1e-3
-    if alpha > 2:  # no such steps there
-        tolerance = 2e-6 if q.dtype == torch.float32 else 1e-3
+    tolerance, aim = _precision(alpha, q.dtype, stats)
+    slope = torch.empty_like(made.maximum)  # of the norm in the height
     norms = None if slopes is None else _largest_norms(k)
+    survey_kind, survey_r = survey_power(alpha)
     kind, mask_all, block_dv = kind_of(alpha), constants.pop("MASK_ALL"), constants.pop("BLOCK_DV")
     survey_kernel[grid](
-        q, k, made.maximum, made.height, made.tiles, made.counts, slopes, lengths, documents, ranges, norms,
-        a, r, scale, tolerance, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
-        KIND=kind, CONVEX=alpha <= 2, MASK_ALL=mask_all, **blocks.survey.options(), **constants,
+        q, k, made.maximum, made.height, slope, made.tiles, made.counts, slopes, lengths, documents, ranges, norms,
+        a, survey_r, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
+        KIND=survey_kind, MASK_ALL=mask_all, **blocks.survey.options(), **constants,
+    )  # fmt: skip
+    solve_kernel[grid](
+        q, k, made.maximum, made.height, slope, made.tiles, made.counts, slopes, lengths, documents,
+        a, r, scale, tolerance, aim, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
+        KIND=kind, CONVEX=alpha <= 2, PART=blocks.solve.part, **blocks.solve.options(), **constants,
     )  # fmt: skip
     output_kernel[grid](
         q, k, v, made.out, made.mean, made.maximum, made.height, made.support, made.entropy,
@@ -232,6 +258,7 @@ def long_attention_backward(
     alpha: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v and the slopes."""
+    slopes, lengths, documents = contiguous(slopes, lengths, documents)
     batch, heads, time, _ = q.shape
     kv_heads, key_time = k.shape[1:3]
     blocks = blocks_of(q, v)
@@ -242,7 +269,6 @@ def long_attention_backward(
     delta = torch.empty_like(maximum)
     ranges = None
     if documents is not None:
-        documents = documents.contiguous()
         ranges = _document_ranges(q, k, documents, blocks)
     a, r = powers_of(alpha)
     kind = kind_of(alpha)
@@ -261,10 +287,10 @@ def long_attention_backward(
             live, columns, column_counts, time, key_time, rows, keys,
             CAUSAL=causal, MASK_ALL=constants["MASK_ALL"], M=blocks.rows, N=blocks.keys, CHUNK=256, num_warps=1,
         )  # fmt: skip
-    key_kernel[(keys * batch * kv_heads,)](
+    key_kernel[(keys * (blocks.keys // blocks.keys_at_once) * batch * kv_heads,)](
         q, k, v, d_out, d_k, d_v, delta, maximum, height, columns, column_counts, slopes, lengths, documents,
         a, r, scale, *strides, *d_k.stride(), *d_v.stride(), *sizes,
-        KIND=kind, PART=blocks.key.part, **blocks.key.options(), **constants,
+        KIND=kind, PART=blocks.key.part, KEYS=blocks.keys_at_once, **blocks.key.options(), **constants,
     )  # fmt: skip
     return d_q, d_k, d_v, d_slopes.sum((0, 2))
 

@@ -4,9 +4,7 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.solver import gains
-from longspan.kernels.tiles import SIZES, load_tile, scores_of, store_tile
-
-SLACK: tl.constexpr = tl.constexpr(0.01)  # a tile this close to a survivor is kept for the backward
+from longspan.kernels.tiles import SIZES, load_tile, narrowed, scores_of, store_tile
 
 
 @triton.jit
@@ -24,16 +22,16 @@ def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, positi
         keys = first + tl.arange(0, PART)
         z = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end, Documents, TK,
                       CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
-        gap = z + (height - maximum)[:, None]
-        u = tl.maximum(gap, 0.0)
+        u = tl.maximum(z - maximum[:, None] + height[:, None], 0.0)
         gain = gains(u, r, KIND)
         p = gain * u
         mass += tl.sum(p, 1)
-        gain_mass += tl.sum(gain, 1)
+        tile_gain = tl.sum(gain, 1)
+        gain_mass += tile_gain
         out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)
-        mean = tl.dot(gain.to(v.dtype), v, mean, input_precision=PRECISION)
+        mean = tl.dot(narrowed(gain, v.dtype), v, mean, input_precision=PRECISION)
         if MAP:
-            live = tl.max(tl.max(gap, 1), 0) > -SLACK
+            live = tl.max(tile_gain, 0) > 0
             tl.store(Live + tl.cast(tile, tl.int64) * live_t, tl.full([], 1, tl.int8), mask=live)
         if STATS:
             support += tl.sum(tl.where(u > 0, 1.0, 0.0), 1)
@@ -62,6 +60,7 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Support, Entropy, List, Cou
     if DOCUMENTS:
         Documents += batch * TK
     end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    limit = end if LENGTHS or not CAUSAL else None
     slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
     place = pair.to(tl.int64) * NQ + block
     List += place * NK
@@ -69,7 +68,7 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Support, Entropy, List, Cou
     masked, count = tl.load(Counts + place * 2), tl.load(Counts + place * 2 + 1)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     line_place = pair.to(tl.int64) * TQ + rows
-    maximum = tl.load(Maximum + line_place, mask=valid, other=0.0)
+    maximum = tl.load(Maximum + line_place, mask=valid, other=1e30)  # beyond the end nothing survives
     height = tl.load(Height + line_place, mask=valid, other=0.0)
     out = tl.zeros([M, BLOCK_DV], tl.float32)
     mean = tl.zeros([M, BLOCK_DV], tl.float32)
@@ -79,21 +78,21 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Support, Entropy, List, Cou
     entropy = tl.zeros([M], tl.float32)
     out, mean, mass, gain_mass, support, entropy = _tiles(
         q, K, V, k_t, k_d, v_t, v_d, 0, masked, List, Live, NQ, positions, maximum, height,
-        out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, end, Documents, TK, D, DV,
+        out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, limit, Documents, TK, D, DV,
         KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MAP, STATS, True, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     out, mean, mass, gain_mass, support, entropy = _tiles(
         q, K, V, k_t, k_d, v_t, v_d, masked, count, List, Live, NQ, positions, maximum, height,
-        out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, end, Documents, TK, D, DV,
+        out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, limit, Documents, TK, D, DV,
         KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MAP, STATS, False, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     sees = mass > 0
     mean = mean / tl.where(sees, gain_mass, 1.0)[:, None]
     if CONVEX:
-        # One Newton step more, on the output itself: the weights then sum to 1, and what the height has to fall, or to
-        # rise by less than the slack of the map, is second order in the output.
+        # One Newton step more, on the output itself: the weights then sum to 1, and what is left of the error is second
+        # order. The height only falls, so that no tile comes to life.
         excess = tl.where(sees, mass - 1.0, 0.0)
         out -= excess[:, None] * mean
-        fall = excess * a / tl.where(sees, gain_mass, 1.0)
-        tl.store(Height + line_place, tl.where(sees, height - tl.maximum(fall, -SLACK), 0.0), mask=valid)
+        fall = tl.maximum(excess * a / tl.where(sees, gain_mass, 1.0), 0.0)
+        tl.store(Height + line_place, tl.where(sees, height - fall, 0.0), mask=valid)
     else:
         out /= tl.where(sees, mass, 1.0)[:, None]
     store_tile(O + batch * o_b + head * o_h, out, first, o_t, o_d, TQ, DV, M, BLOCK_DV)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.kernels.solver import heights, kind_of, powers_of, row_maximum, weights_and_gains
-from longspan.kernels.tiles import SIZES, distances, like_tokens, load_tile, padded, scores_of, store_tile
+from longspan.kernels.tiles import SIZES, contiguous, distances, like_tokens, load_tile, padded, scores_of, store_tile
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -31,15 +31,16 @@ def _forward(Q, K, V, O, Maximum, Height, Slopes, Lengths, Documents, a, r, scal
     first = tl.program_id(0) % blocks * M
     rows, keys = first + tl.arange(0, M), tl.arange(0, N)
     end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    limit = end if LENGTHS or not CAUSAL else None
     slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     k = load_tile(K + batch * k_b + head // GROUP * k_h, 0, k_t, k_d, TK, D, N, BLOCK_D)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     unit = 1.0 if KIND == 0 else a
-    z = scores_of(product, keys[None, :], (rows + TK - TQ)[:, None], unit * scale, unit * slope, end,
+    z = scores_of(product, keys[None, :], (rows + TK - TQ)[:, None], unit * scale, unit * slope, limit,
                   Documents + batch * TK if DOCUMENTS else Documents, TK, CAUSAL, SLOPES, DOCUMENTS)  # fmt: skip
     maximum = row_maximum(z)
-    height = heights(z - maximum[:, None], a, r, KIND)
+    height = heights(z - maximum[:, None], r, KIND)
     p, _ = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND)
     v = load_tile(V + batch * v_b + head // GROUP * v_h, 0, v_t, v_d, TK, DV, N, BLOCK_DV)
     out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
@@ -64,6 +65,7 @@ def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Slopes, dSlopes, Lengths
     batch, kv_head = (tl.program_id(0) // kv_heads).to(tl.int64), (tl.program_id(0) % kv_heads).to(tl.int64)
     keys = tl.arange(0, N)
     end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    limit = end if LENGTHS or not CAUSAL else None
     k = load_tile(K + batch * k_b + kv_head * k_h, 0, k_t, k_d, TK, D, N, BLOCK_D)
     v = load_tile(V + batch * v_b + kv_head * v_h, 0, v_t, v_d, TK, DV, N, BLOCK_DV)
     unit = 1.0 if KIND == 0 else a
@@ -78,11 +80,11 @@ def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Slopes, dSlopes, Lengths
             q = load_tile(Q + batch * q_b + head * q_h, start, q_t, q_d, TQ, D, M, BLOCK_D)
             d_o = load_tile(dO + batch * o_b + head * o_h, start, o_t, o_d, TQ, DV, M, BLOCK_DV)
             place = (batch * H + head) * TQ + rows
-            maximum = tl.load(Maximum + place, mask=rows < TQ, other=0.0)
+            maximum = tl.load(Maximum + place, mask=rows < TQ, other=1e30)
             height = tl.load(Height + place, mask=rows < TQ, other=0.0)
             product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             positions = (rows + TK - TQ)[None, :]
-            z = scores_of(product, keys[:, None], positions, unit * scale, unit * slope, end,
+            z = scores_of(product, keys[:, None], positions, unit * scale, unit * slope, limit,
                           Documents + batch * TK if DOCUMENTS else Documents, TK,
                           CAUSAL, SLOPES, DOCUMENTS)  # fmt: skip
             p, gain = weights_and_gains(z, maximum[None, :], height[None, :], r, KIND)
@@ -137,9 +139,9 @@ def short_attention(
     alpha: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The output, and the maximum and the height of every row."""
+    slopes, lengths, documents = contiguous(slopes, lengths, documents)
     batch, heads, time, _ = q.shape
     out, maximum, height = _outputs(q, v)
-    documents = None if documents is None else documents.contiguous()
     _forward[(triton.cdiv(time, _FORWARD["M"]) * batch * heads,)](
         q, k, v, out, maximum, height, slopes, lengths, documents, *powers_of(alpha), scale,
         *q.stride(), *k.stride(), *v.stride(), *out.stride(),
@@ -165,11 +167,11 @@ def short_attention_backward(
     alpha: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, and of the slopes by batch."""
+    slopes, lengths, documents = contiguous(slopes, lengths, documents)
     batch, heads, time, _ = q.shape
     kv_heads, key_time = k.shape[1:3]
     d_q, d_k, d_v = like_tokens(q), like_tokens(k), like_tokens(v)
     d_slopes = q.new_empty(batch, heads if slopes is not None else 0, dtype=torch.float32)
-    documents = None if documents is None else documents.contiguous()
     _backward[(batch * kv_heads,)](
         q, k, v, d_out, d_q, d_k, d_v, maximum, height, slopes, d_slopes, lengths, documents, *powers_of(alpha), scale,
         *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *d_q.stride(), *d_k.stride(), *d_v.stride(),

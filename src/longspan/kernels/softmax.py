@@ -49,6 +49,7 @@ def softmax_kernel(Q, K, V, O, Maximum, Height, Support, Entropy, Slopes, Length
         Documents += batch * TK
         Ranges += (batch * NQ + block) * 2
     end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    limit = end if LENGTHS or not CAUSAL else None
     slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     start, whole, stop = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, Ranges, TK,
@@ -60,11 +61,11 @@ def softmax_kernel(Q, K, V, O, Maximum, Height, Support, Entropy, Slopes, Length
     maximum = tl.full([M], -1e30, tl.float32)
     for tile in range(whole, stop):
         out, mass, moment, support, maximum = _tile(
-            q, K, V, k_t, k_d, v_t, v_d, tile, positions, out, mass, moment, support, maximum, scale, slope, end,
+            q, K, V, k_t, k_d, v_t, v_d, tile, positions, out, mass, moment, support, maximum, scale, slope, limit,
             Documents, TK, D, DV, CAUSAL, SLOPES, DOCUMENTS, PRECISION, STATS, True, N, BLOCK_D, BLOCK_DV)  # fmt: skip
     for tile in range(start, whole):
         out, mass, moment, support, maximum = _tile(
-            q, K, V, k_t, k_d, v_t, v_d, tile, positions, out, mass, moment, support, maximum, scale, slope, end,
+            q, K, V, k_t, k_d, v_t, v_d, tile, positions, out, mass, moment, support, maximum, scale, slope, limit,
             Documents, TK, D, DV, CAUSAL, SLOPES, DOCUMENTS, PRECISION, STATS, False, N, BLOCK_D, BLOCK_DV)  # fmt: skip
     sees = mass > 0
     height = tl.where(sees, 1.0 / tl.where(sees, mass, 1.0), 0.0)
@@ -73,6 +74,7 @@ def softmax_kernel(Q, K, V, O, Maximum, Height, Support, Entropy, Slopes, Length
     tl.store(Maximum + place, tl.where(sees, maximum, 0.0), mask=rows < TQ)
     tl.store(Height + place, height, mask=rows < TQ)
     if STATS:
+        tl.store(Support + place, support, mask=rows < TQ)
         tl.store(
             Entropy + place, tl.where(sees, tl.log(tl.where(sees, mass, 1.0)) - moment * height, 0.0), mask=rows < TQ
         )

@@ -8,6 +8,8 @@ method on the norm from height 1 falls to the root from above; for ties one step
 Over rows of 128 scores of any shape it takes at most 7 steps to 1e-5 (alpha = 2), mostly 3 to 5.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -18,12 +20,28 @@ def powers_of(alpha: float) -> tuple[float, float]:
     return a, 1 / a if a else 0.0
 
 
-SOFTMAX, ENTMAX15, SPARSEMAX, GENERAL = range(4)
+SOFTMAX, GENERAL = 0, -1
+_MOST = 24  # above r = 12 a power takes more multiplications than its logarithm
 
 
 def kind_of(alpha: float) -> int:
-    """Which of the closed forms serves an alpha."""
-    return {1.0: SOFTMAX, 1.5: ENTMAX15, 2.0: SPARSEMAX}.get(alpha, GENERAL)
+    """2r where that is a whole number, so that powers are products and roots: 4 for alpha 1.5, 2 for 2, 8 for 1.25."""
+    if alpha == 1:
+        return SOFTMAX
+    twice = 2 / (alpha - 1)
+    whole = round(twice)
+    return whole if 1 <= whole <= _MOST and abs(twice - whole) < 1e-9 * whole else GENERAL
+
+
+def survey_power(alpha: float) -> tuple[int, float]:
+    """A kind and its r for the survey: whole, at least 1 and not below the true one.
+
+    No u exceeds 1, so ``u^R <= u^r`` for R >= r: where the sum of the former is 1, that of the latter is at least 1,
+    and a bound of the one threshold bounds the other. R >= 1 makes the norm convex.
+    """
+    r = 1 / (alpha - 1)
+    whole = max(1, math.ceil(r - 1e-9))
+    return (2 * whole, float(whole)) if 2 * whole <= _MOST else (GENERAL, r)
 
 
 @triton.jit
@@ -34,7 +52,7 @@ def row_maximum(scores):
 
 
 @triton.jit
-def heights(gap, a, r, KIND: tl.constexpr):
+def heights(gap, r, KIND: tl.constexpr):
     """The height of every row of ``gap = z - max``, alpha <= 2."""
     if KIND == 0:
         return 1.0 / tl.maximum(tl.sum(tl.exp(gap), 1), 1.0)
@@ -45,7 +63,7 @@ def heights(gap, a, r, KIND: tl.constexpr):
     while (farthest > 1e-5) & (steps < 16):
         u = tl.maximum(gap + height[:, None], 0.0)
         gain = gains(u, r, KIND)
-        norm, slope = joined_norm(nothing, nothing, tl.sum(gain * u, 1), tl.sum(gain, 1), a, r, KIND)
+        norm, slope = joined_norm(nothing, nothing, tl.sum(gain * u, 1), tl.sum(gain, 1), r, KIND)
         fall = tl.maximum((norm - 1.0) / slope, 0.0)
         height -= fall
         farthest = tl.max(fall, 0)
@@ -57,12 +75,13 @@ def heights(gap, a, r, KIND: tl.constexpr):
 def weights_and_gains(z, maximum, height, r, KIND: tl.constexpr):
     """p, and the gain ``p ^ (2 - alpha)`` of each weight in its own score, both 0 off the support.
 
-    `z` is ``a * score``, for softmax the score; `maximum` and `height` are shaped to lie along its rows.
+    `z` is ``a * score``, for softmax the score; `maximum` and `height` are shaped to lie along its rows. They stay two
+    numbers: their difference would round the height to the last digit of a large maximum.
     """
     if KIND == 0:
         p = tl.exp(z - maximum) * height
         return p, p
-    u = tl.maximum(z + (height - maximum), 0.0)
+    u = tl.maximum(z - maximum + height, 0.0)
     gain = gains(u, r, KIND)
     return gain * u, gain
 
@@ -70,37 +89,47 @@ def weights_and_gains(z, maximum, height, r, KIND: tl.constexpr):
 @triton.jit
 def gains(u, r, KIND: tl.constexpr):
     """``u ^ (r - 1)`` where u > 0, with r = 1/a: the gain of a weight ``u ^ r`` in its own score."""
+    if KIND == -1:
+        return tl.where(u > 0, tl.exp2((r - 1.0) * tl.log2(tl.maximum(u, 1e-37))), 0.0)
     if KIND == 1:
-        return u
+        return tl.where(u > 0, tl.rsqrt(tl.maximum(u, 1e-37)), 0.0)
     if KIND == 2:
         return tl.where(u > 0, 1.0, 0.0)
-    return tl.where(u > 0, tl.exp2((r - 1.0) * tl.log2(tl.maximum(u, 1e-37))), 0.0)
+    if KIND == 3:
+        return tl.sqrt(u)
+    gain = u if KIND % 2 == 0 else u * tl.sqrt(u)
+    for _ in tl.static_range(KIND // 2 - 2):
+        gain *= u
+    return gain
 
 
 @triton.jit
-def joined_norm(line, slope, mass, gain, a, r, KIND: tl.constexpr):
+def joined_norm(line, slope, mass, gain, r, KIND: tl.constexpr):
     """The norm of two parts of a row together and its slope in the height.
 
     One part is known by its norm `line` and that norm's `slope`, the other by its sums ``mass = sum u^r`` and
     ``gain = sum u^(r-1)``.
     """
-    if KIND == 1:
+    if KIND == 4:
         norm = tl.sqrt(line * line + mass)
         return norm, tl.maximum((line * slope + gain) / tl.maximum(norm, 1e-20), 1e-20)
     if KIND == 2:
         return line + mass, tl.maximum(slope + gain, 1e-20)
     before = gains(line, r, KIND)  # line ^ (r - 1)
-    norm = tl.exp2(a * tl.log2(tl.maximum(before * line + mass, 1e-37)))
+    norm = tl.exp2(tl.log2(tl.maximum(before * line + mass, 1e-37)) / r)
     return norm, tl.maximum((before * slope + gain) * tl.exp2((1.0 - r) * tl.log2(tl.maximum(norm, 1e-37))), 1e-20)
 
 
 @triton.jit
-def last_fall(mass, gain, support, a, KIND: tl.constexpr):
-    """How far the height falls to the root; exact for alpha 1.5 and 2 if the support stays the same on the way."""
-    if KIND == 1:
-        rest = tl.maximum(gain * gain - support * (mass - 1.0), 0.0)
-        return (mass - 1.0) / tl.maximum(gain + tl.sqrt(rest), 1e-20)
-    return (mass - 1.0) * a / tl.maximum(gain, 1e-20)
+def curved_fall(mass, gain, support, aim):
+    """How far the height falls for ``sum u^2`` to reach `aim`, alpha 1.5, from the sums of u^2, u and 1 on the support.
+
+    The sum is taken for ``mass (1 - x/q)^q`` with the q that has its slope and its curvature: 2 for ties, infinite for
+    an exponential tail. The error is a third of the distance cubed, where Newton's is half its square.
+    """
+    gain = tl.maximum(gain, 1e-20)
+    share = tl.minimum(tl.maximum(0.5 * mass * support / (gain * gain), 0.5), 0.97)
+    return 0.5 * mass / gain / (1.0 - share) * (1.0 - tl.exp2((share - 1.0) * tl.log2(tl.maximum(mass / aim, 1e-20))))
 
 
 @triton.jit

@@ -19,6 +19,11 @@ def like_tokens(heads: Tensor) -> Tensor:
     return heads.new_empty(batch, time, num_heads, dim).transpose(1, 2)
 
 
+def contiguous(*options: Tensor | None) -> list[Tensor | None]:
+    """The small inputs as the kernels read them, without strides."""
+    return [None if option is None else option.contiguous() for option in options]
+
+
 @triton.jit
 def load_tile(base, first, row_stride, column_stride, ROWS, COLUMNS,
               LENGTH: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr = False):  # fmt: skip
@@ -44,6 +49,14 @@ def store_tile(base, values, first, row_stride, column_stride, ROWS, COLUMNS,
 
 
 @triton.jit
+def narrowed(values, DTYPE: tl.constexpr):
+    """Values in the dtype of a product, the largest it has in place of those it has not."""
+    if tl.float16 == DTYPE:
+        values = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
+    return values.to(DTYPE)
+
+
+@triton.jit
 def distances(keys, positions):
     """How far keys lie from positions, exact up to 2^24."""
     return tl.abs(positions.to(tl.float32) - keys.to(tl.float32))
@@ -55,16 +68,20 @@ def scores_of(product, keys, positions, scale, slope, end, documents, TK,
               MASKED: tl.constexpr = True):  # fmt: skip
     """Scores from products, -inf where a key is hidden.
 
-    `keys` and `positions` are shaped to lie across each other. Not MASKED: every query of the tile sees every key.
+    `keys` and `positions` are shaped to lie across each other. `end`: the first hidden key, None if the causal mask
+    hides all that lies beyond the keys. Not MASKED: every query of the tile sees every key.
     """
     scores = product * scale
     if SLOPES:
         scores -= slope * distances(keys, positions)
     if not MASKED:
         return scores
-    seen = (keys < end) & (positions < end)
-    if CAUSAL:
-        seen = seen & (keys <= positions)
+    if end is None:
+        seen = keys <= positions
+    else:
+        seen = (keys < end) & (positions < end)
+        if CAUSAL:
+            seen = seen & (keys <= positions)
     if DOCUMENTS:
         inside = (positions >= 0) & (positions < TK)
         own = tl.load(documents + positions, mask=inside, other=0)

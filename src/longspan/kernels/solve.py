@@ -1,0 +1,104 @@
+"""Entmax attention for long rows, the second stage of the forward: the threshold of every row, over its live tiles."""
+
+import triton
+import triton.language as tl
+
+from longspan.kernels.solver import curved_fall, gains, inside, joined_norm
+from longspan.kernels.tiles import SIZES, load_tile, scores_of
+
+
+@triton.jit
+def _sums(q, K, k_t, k_d, begin, count, List, positions, maximum, height, mass, gain_mass, support,
+          a, r, scale, slope, end, Documents, TK, D,
+          KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
+          PRECISION: tl.constexpr, MASKED: tl.constexpr,
+          N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Sums over the tiles `begin` to `count` of the list at this height."""
+    for index in range(begin * (N // PART), count * (N // PART)):
+        tile = tl.load(List + index // (N // PART)).to(tl.int32)
+        first = tile * N + index % (N // PART) * PART
+        k = load_tile(K, first, k_t, k_d, TK, D, PART, BLOCK_D, WHOLE=not MASKED)
+        product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        keys = first + tl.arange(0, PART)
+        z = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end, Documents, TK,
+                      CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+        u = tl.maximum(z - maximum[:, None] + height[:, None], 0.0)
+        gain = gains(u, r, KIND)
+        mass += tl.sum(gain * u, 1)
+        gain_mass += tl.sum(gain, 1)
+        if KIND == 4:
+            support += tl.sum(tl.where(u > 0, 1.0, 0.0), 1)
+    return mass, gain_mass, support
+
+
+@triton.jit(do_not_specialize=SIZES)
+def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Slopes, Lengths, Documents, a, r, scale, tolerance, aim,
+                 q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
+                 KIND: tl.constexpr, CONVEX: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
+                 LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+                 M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """From the survey's heights to heights at which the weights sum to 1, within what the output's step can mend."""
+    pair, block = tl.program_id(0) // NQ, NQ - 1 - tl.program_id(0) % NQ
+    batch, head = (pair // H).to(tl.int64), (pair % H).to(tl.int64)
+    first = block * M
+    rows = first + tl.arange(0, M)
+    positions, valid = rows + TK - TQ, rows < TQ
+    K += batch * k_b + head // GROUP * k_h
+    if DOCUMENTS:
+        Documents += batch * TK
+    end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    limit = end if LENGTHS or not CAUSAL else None
+    slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
+    place = pair.to(tl.int64) * NQ + block
+    List += place * NK
+    masked, count = tl.load(Counts + place * 2), tl.load(Counts + place * 2 + 1)
+    q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
+    line_place = pair.to(tl.int64) * TQ + rows
+    maximum = tl.load(Maximum + line_place, mask=valid, other=1e30)  # beyond the end nothing survives
+    height = tl.load(Height + line_place, mask=valid, other=0.0)
+    steepness = tl.load(Slope + line_place, mask=valid, other=1.0)
+
+    # The root lies between these heights; the norms there serve the secant.
+    low, low_norm = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+    high, high_norm = height, tl.zeros([M], tl.float32)
+    if CONVEX:
+        # The survey's line lies below the norm. On rows of noise and of structure alike the root is about here.
+        height -= tl.minimum(0.15 / tl.maximum(steepness, 1e-20), 0.5 * height)
+    going = count > 0
+    rounds = 0
+    while going:
+        mass = tl.zeros([M], tl.float32)
+        gain_mass = tl.zeros([M], tl.float32)
+        support = tl.zeros([M], tl.float32)
+        mass, gain_mass, support = _sums(
+            q, K, k_t, k_d, 0, masked, List, positions, maximum, height, mass, gain_mass, support,
+            a, r, scale, slope, limit, Documents, TK, D,
+            KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, True, N, PART, BLOCK_D)  # fmt: skip
+        mass, gain_mass, support = _sums(
+            q, K, k_t, k_d, masked, count, List, positions, maximum, height, mass, gain_mass, support,
+            a, r, scale, slope, limit, Documents, TK, D,
+            KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, False, N, PART, BLOCK_D)  # fmt: skip
+        norm, steepness = joined_norm(low * 0.0, low * 0.0, mass, gain_mass, r, KIND)
+        farthest = tl.max(tl.where(height > 0, tl.abs(norm - 1.0), 0.0), 0)
+        rounds += 1
+        going = (farthest > tolerance) & (rounds < 32)
+        above = norm >= 1.0
+        if CONVEX:
+            low, high = tl.where(above, low, height), tl.where(above, height, high)
+            if KIND == 4:
+                fall = curved_fall(mass, gain_mass, support, aim)
+            else:
+                # Newton's method on the logarithm of the sum, nearly straight, comes closest from afar; on the norm,
+                # which is convex, it never goes too far.
+                fall = mass * tl.log(tl.maximum(mass, 1e-20)) * a / tl.maximum(gain_mass, 1e-20)
+                fall = tl.where(going, fall, (norm - 1.0) / steepness)
+            height = inside(height - fall, low, high)
+        else:
+            # The norm's secant, the old end's distance halved where it stays (Illinois).
+            low_norm = tl.where(above, tl.where(height < high, (low_norm + 1.0) * 0.5, low_norm), norm)
+            high_norm = tl.where(above, norm, tl.where(high_norm > 0, (high_norm + 1.0) * 0.5, high_norm))
+            low, high = tl.where(above, low, height), tl.where(above, height, high)
+            share = (1.0 - low_norm) / tl.maximum(high_norm - low_norm, 1e-20)
+            between = low + (high - low) * tl.minimum(tl.maximum(share, 0.02), 0.98)
+            height = tl.where(going, between, height)
+    tl.store(Height + line_place, height, mask=valid)
