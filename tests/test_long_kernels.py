@@ -221,8 +221,8 @@ def in_every_dtype(problems: dict[str, Problem]) -> list[Any]:
             one_tile = problem.key_time <= 128 and not name.startswith(("alpha", "dim", "ties"))
             if one_tile and dtype == torch.float16 and not ON_GPU:
                 continue  # nothing new in the interpreter
-            if name == "ties_of_alpha_4.0" and dtype == torch.float16:
-                continue  # its gradients are beyond float16
+            if problem.alpha == 4.0 and dtype != torch.float32:
+                continue  # a gain u^(-2/3) near the threshold is noise in half precision, however it is computed
             table.append(pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}"))
     return table
 

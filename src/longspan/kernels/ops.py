@@ -1,5 +1,6 @@
 """Entmax attention for rows of any length as operators of torch: shapes, memory, launches and gradients."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ def blocks_of(q: Tensor, v: Tensor) -> Blocks:
         rows, launch = 64 if width <= 64 else 32, Launch(32, 4, 2)
         return Blocks(rows, 32, launch, launch, launch, launch, launch, 32)
     if width <= 64:
-        output, query = Launch(64, 8, 3), Launch(64, 8, 3, 128)
+        output, query = Launch(128, 8, 3), Launch(64, 8, 3, 128)
         return Blocks(128, 128, Launch(128, 4, 3), Launch(128, 4, 3), output, query, Launch(32, 4, 3, 168), 64)
     if width <= 128:
         wide = Launch(64, 8, 3)
@@ -187,9 +188,9 @@ def _precision(alpha: float, dtype: torch.dtype, stats: bool) -> tuple[float, fl
         return (2e-6 if alpha > 2 else 1e-3), 1.0
     coarse = dtype == torch.bfloat16
     if alpha > 2:
-        return (3e-3 if coarse else 3e-4), 1.0
+        return (0.02 if coarse else 3e-4), 1.0
     if alpha != 1.5:
-        return (0.1 if coarse else 0.03), 1.0
+        return (0.05 if coarse else 0.02), 1.0
     return (0.45, 1.01) if coarse else (0.05, 1.0005)
 
 
@@ -219,6 +220,8 @@ def long_attention(
         return list(made)
     a, r = powers_of(alpha)
     tolerance, aim = _precision(alpha, q.dtype, stats)
+    steep = 1.5 < alpha <= 2
+    tail = math.gamma(r + 1) / 2 if steep else 0.0  # sum u^r where sum u^2 is 1 and the rate of the tail is 1
     slope = torch.empty_like(made.maximum)  # of the norm in the height
     norms = None if slopes is None else _largest_norms(k)
     survey_kind, survey_r = survey_power(alpha)
@@ -230,8 +233,8 @@ def long_attention(
     )  # fmt: skip
     solve_kernel[grid](
         q, k, made.maximum, made.height, slope, made.tiles, made.counts, slopes, lengths, documents,
-        a, r, scale, tolerance, aim, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
-        KIND=kind, CONVEX=alpha <= 2, PART=blocks.solve.part, **blocks.solve.options(), **constants,
+        a, r, scale, tail, tolerance, aim, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
+        KIND=kind, CONVEX=alpha <= 2, TAIL=steep, PART=blocks.solve.part, **blocks.solve.options(), **constants,
     )  # fmt: skip
     output_kernel[grid](
         q, k, v, made.out, made.mean, made.maximum, made.height, made.support, made.entropy,

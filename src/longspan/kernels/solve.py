@@ -32,10 +32,10 @@ def _sums(q, K, k_t, k_d, begin, count, List, positions, maximum, height, mass, 
 
 
 @triton.jit(do_not_specialize=SIZES)
-def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Slopes, Lengths, Documents, a, r, scale, tolerance, aim,
-                 q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
-                 KIND: tl.constexpr, CONVEX: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
-                 LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Slopes, Lengths, Documents,
+                 a, r, scale, tail, tolerance, aim, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
+                 KIND: tl.constexpr, CONVEX: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr,
+                 SLOPES: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """From the survey's heights to heights at which the weights sum to 1, within what the output's step can mend."""
     pair, block = tl.program_id(0) // NQ, NQ - 1 - tl.program_id(0) % NQ
@@ -61,7 +61,13 @@ def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Slopes, Lengths, Do
     # The root lies between these heights; the norms there serve the secant.
     low, low_norm = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
     high, high_norm = height, tl.zeros([M], tl.float32)
-    if CONVEX:
+    if TAIL:
+        # The survey solved sum u^2 = 1. Were the scores beyond its threshold exponentially distributed, sum u^r there
+        # would be this, and fall at this rate.
+        rate = 2.0 * tl.maximum(steepness, 1e-20)
+        expected = tl.maximum(tail * tl.exp2((2.0 - r) * tl.log2(rate)), 1.0)
+        height -= tl.minimum(tl.log(expected) / rate, 0.9 * height)
+    elif CONVEX:
         # The survey's line lies below the norm. On rows of noise and of structure alike the root is about here.
         height -= tl.minimum(0.15 / tl.maximum(steepness, 1e-20), 0.5 * height)
     going = count > 0
@@ -85,13 +91,7 @@ def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Slopes, Lengths, Do
         above = norm >= 1.0
         if CONVEX:
             low, high = tl.where(above, low, height), tl.where(above, height, high)
-            if KIND == 4:
-                fall = curved_fall(mass, gain_mass, support, aim)
-            else:
-                # Newton's method on the logarithm of the sum, nearly straight, comes closest from afar; on the norm,
-                # which is convex, it never goes too far.
-                fall = mass * tl.log(tl.maximum(mass, 1e-20)) * a / tl.maximum(gain_mass, 1e-20)
-                fall = tl.where(going, fall, (norm - 1.0) / steepness)
+            fall = curved_fall(mass, gain_mass, support, aim) if KIND == 4 else (norm - 1.0) / steepness
             height = inside(height - fall, low, high)
         else:
             # The norm's secant, the old end's distance halved where it stays (Illinois).

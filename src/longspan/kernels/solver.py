@@ -34,13 +34,13 @@ def kind_of(alpha: float) -> int:
 
 
 def survey_power(alpha: float) -> tuple[int, float]:
-    """A kind and its r for the survey: whole, at least 1 and not below the true one.
+    """A kind and its r for the survey: whole, at least 2 and not below the true one.
 
     No u exceeds 1, so ``u^R <= u^r`` for R >= r: where the sum of the former is 1, that of the latter is at least 1,
-    and a bound of the one threshold bounds the other. R >= 1 makes the norm convex.
+    and a bound of the one threshold bounds the other. For R = 1 the tangents would be loose.
     """
     r = 1 / (alpha - 1)
-    whole = max(1, math.ceil(r - 1e-9))
+    whole = max(2, math.ceil(r - 1e-9))
     return (2 * whole, float(whole)) if 2 * whole <= _MOST else (GENERAL, r)
 
 
