@@ -217,6 +217,9 @@ def draw(rows: list[Row], path: Path) -> None:
                     axis.loglog(*zip(*sorted(points.items()), strict=True), "o-", color=f"C{number}", label=name)
             axis.set_title(f"{kind}, heads of {dim}", fontsize=10)
             axis.set_xlabel("length")
+            lengths = sorted({r["length"] for r in rows if (r["dim"], r["kind"]) == (dim, kind)})
+            axis.set_xticks(lengths, [f"{length >> 10}K" for length in lengths], minor=False)
+            axis.minorticks_off()
     axes[0][0].set_ylabel("ms, forward + backward")
     handles = {
         label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
