@@ -11,6 +11,8 @@ from rich.table import Table
 import longspan
 from longspan import report
 from longspan.cli.console import console, fail, print_whole
+from longspan.cli.lm_tables import show_language
+from longspan.paper.language import LANGUAGE_TABLES
 from longspan.paper.recipes import recipe_names
 from longspan.paper.tables import RowKey, get_table
 from longspan.tasks import all_tasks, get_task, stream_seed
@@ -62,12 +64,19 @@ def recipes(contains: Annotated[str, typer.Argument(help="Only those that contai
 
 
 def table(
-    name: Annotated[str, typer.Argument(help="A task, or main/<task> for a table of the main text.")],
+    name: Annotated[
+        str, typer.Argument(help="A task, main/<task> as in the main text, or lm-perplexity, lm-needles, lm-short.")
+    ],
     rows: Sources = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV, one line a cell.")] = False,
 ) -> None:
     """Print our results beside the paper's: mean ± spread (best) over seeds."""
+    if name in LANGUAGE_TABLES:
+        show_language(
+            name, list(report.rows_under(rows or RUNS)), "markdown" if markdown else "csv" if csv else "drawn"
+        )
+        return
     paper = get_table(name)
     lines = report.table_lines(report.rows_under(rows or RUNS), paper)
     if markdown or csv:

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
+
+Column = TypeVar("Column", bound=int | str)
 
 
 class RowKey(NamedTuple):
@@ -50,9 +52,9 @@ def doubling(first: int, last: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def parse_rows(text: str, lengths: tuple[int, ...]) -> dict[RowKey, dict[int, float]]:
+def parse_rows(text: str, lengths: tuple[Column, ...]) -> dict[RowKey, dict[Column, float]]:
     """Reads lines of `position method percent percent ...`, one number for every length, `-` for an empty cell."""
-    rows: dict[RowKey, dict[int, float]] = {}
+    rows: dict[RowKey, dict[Column, float]] = {}
     for line in text.strip().splitlines():
         position, method, *cells = line.split()
         key = RowKey(position, method)
