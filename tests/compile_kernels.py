@@ -1,0 +1,79 @@
+"""Compiles every kernel for a Hopper GPU, without one: `python compile_kernels.py`, Triton's interpreter off."""
+
+import inspect
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from longspan.kernels import backward, forward, output, short, softmax, solve
+
+HOPPER = GPUTarget("cuda", 90, 32)
+POINTERS = {"List": "i16", "Live": "i8", "Counts": "i32", "Ranges": "i32", "Lengths": "i64", "Documents": "i64"}
+HALVES = {"Q", "K", "V", "O", "dO", "dQ", "dK", "dV"}
+NUMBERS = {"a", "r", "scale", "tail", "tolerance", "aim"}
+OPTIONAL = {
+    "Slopes": "SLOPES",
+    "KeyNorms": "SLOPES",
+    "dSlopes": "SLOPES",
+    "Lengths": "LENGTHS",
+    "Documents": "DOCUMENTS",
+}
+PLAIN = {
+    "KIND": 4, "CONVEX": True, "TAIL": False, "CAUSAL": True, "SLOPES": False, "LENGTHS": False, "DOCUMENTS": False,
+    "MASK_ALL": False, "PRECISION": "tf32", "GRAD": True, "MAP": True, "STATS": False, "M": 32, "N": 32, "PART": 32,
+    "KEYS": 32, "CHUNK": 256, "BLOCK_D": 32, "BLOCK_DV": 32,
+}  # fmt: skip
+SPARSE = {
+    "slopes": {"SLOPES": True},
+    "masks": {"MASK_ALL": True, "LENGTHS": True, "DOCUMENTS": True},
+    "future": {"CAUSAL": False},
+    "stats": {"STATS": True, "GRAD": False},
+    "any_alpha": {"KIND": -1, "TAIL": True},
+    "above_2": {"KIND": 1, "CONVEX": False},
+}
+KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
+    "survey": (forward.survey_kernel, SPARSE),
+    "solve": (solve.solve_kernel, SPARSE),
+    "output": (output.output_kernel, SPARSE),
+    "softmax": (softmax.softmax_kernel, {"slopes": {"SLOPES": True}, "stats": {"STATS": True}}),
+    "query": (backward.query_kernel, {**SPARSE, "softmax": {"KIND": 0}}),
+    "key": (backward.key_kernel, {**SPARSE, "softmax": {"KIND": 0}}),
+    "column": (backward.column_kernel, {"causal": {}}),
+    "short_forward": (short._forward, {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}}),
+    "short_backward": (short._backward, {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}}),
+}
+
+
+def signature_of(kernel: Any, options: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """The types of a kernel's arguments, and the constants it is compiled for."""
+    constants = PLAIN | options
+    types: dict[str, str] = {}
+    fixed: dict[str, Any] = {}
+    for name, parameter in inspect.signature(kernel.fn).parameters.items():
+        if parameter.annotation is triton.language.constexpr or name.endswith("_d"):
+            types[name], fixed[name] = "constexpr", constants.get(name, 1)
+        elif not constants[OPTIONAL.get(name, "CAUSAL")] and name in OPTIONAL:
+            types[name], fixed[name] = "constexpr", None
+        elif name in NUMBERS:
+            types[name] = "fp32"
+        elif name in HALVES:
+            types[name] = "*bf16"
+        elif (name[0].isupper() and not name.isupper()) or name == "dSlopes":
+            types[name] = "*" + POINTERS.get(name, "fp32")
+        else:
+            types[name] = "i32"
+    return types, fixed
+
+
+def main() -> None:
+    for name, (kernel, variants) in KERNELS.items():
+        for variant, options in variants.items():
+            types, fixed = signature_of(kernel, options)
+            triton.compile(ASTSource(kernel, types, fixed), target=HOPPER, options={"num_warps": 4})
+            print(name, variant, flush=True)
+
+
+if __name__ == "__main__":
+    main()
