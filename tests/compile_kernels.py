@@ -20,12 +20,12 @@ OPTIONAL = {
     "Lengths": "LENGTHS",
     "Documents": "DOCUMENTS",
 }
-PLAIN = {
+PLAIN: dict[str, Any] = {
     "KIND": 4, "CONVEX": True, "TAIL": False, "CAUSAL": True, "SLOPES": False, "LENGTHS": False, "DOCUMENTS": False,
     "MASK_ALL": False, "PRECISION": "tf32", "GRAD": True, "MAP": True, "STATS": False, "M": 32, "N": 32, "PART": 32,
     "KEYS": 32, "CHUNK": 256, "BLOCK_D": 32, "BLOCK_DV": 32,
 }  # fmt: skip
-SPARSE = {
+SPARSE: dict[str, dict[str, Any]] = {
     "slopes": {"SLOPES": True},
     "masks": {"MASK_ALL": True, "LENGTHS": True, "DOCUMENTS": True},
     "future": {"CAUSAL": False},

@@ -36,6 +36,7 @@ from longspan.nn import (
     exponential_slopes,
     linear_slopes,
 )
+from longspan.nn.attention import joint_projection
 from longspan.nn.scalers import log_length
 
 DIM, HEADS, TIME = 24, 4, 37
@@ -360,3 +361,11 @@ def test_a_cache_refuses_another_batch_and_ids_that_come_late() -> None:
         attention(inputs(batch=3), cache=cache)
     with pytest.raises(ValueError, match="no document ids"):
         attention(inputs(), cache=cache, documents=torch.zeros(2, TIME, dtype=torch.long))
+
+
+def test_a_joint_projection_is_that_of_every_layer() -> None:
+    attention = layer("softmax", "nope", num_kv_heads=2)
+    layers = (attention.query, attention.key, attention.value)
+    x = torch.randn(2, 5, attention.query.in_features, dtype=attention.query.weight.dtype)
+    for joint, part in zip(joint_projection(layers, x), layers, strict=True):
+        torch.testing.assert_close(joint, part(x))
