@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from longspan.cli import lm_measure
@@ -19,11 +20,13 @@ from longspan.results import Row
 if TYPE_CHECKING:
     from longspan.text.documents import Source
     from longspan.train.lm import LanguageConfig
+    from longspan.train.loop import Report
 
 lm_app = typer.Typer(
     help="Language models: build a corpus, train, measure perplexity and retrieval.", no_args_is_help=True
 )
 _SPLITS = ("train", "validation")
+_COLUMNS = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
 
 
 @lm_app.command()
@@ -84,6 +87,9 @@ def train(
     precision: Annotated[
         Literal["auto", "float32", "bfloat16"], typer.Option(help="auto: bfloat16 on a GPU.")
     ] = "auto",
+    activations: Annotated[
+        Literal["kept", "recomputed"], typer.Option(help="For the backward pass; recomputed takes less memory.")
+    ] = "kept",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     edits: Annotated[
         list[str] | None,
@@ -93,41 +99,50 @@ def train(
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write events beside the log.")] = False,
 ) -> None:
-    """Train a language model; Ctrl-C saves and stops, the same command goes on."""
+    """Train a language model; Ctrl-C saves and stops, the same command goes on, also under torchrun."""
     from longspan.nn.llama import parameter_count
+    from longspan.train.distributed import joined
     from longspan.train.lm import language_recipe
     from longspan.train.lm_loop import run_language
     from longspan.train.loop import stop_on_signals
 
-    place = device_named(device)
-    config = language_recipe(corpus, preset, method, position, steps=steps, context=context)
-    config = replace(config, documents=documents, seed=seed, precision=_precision(precision, place))
-    config = _edited(config, edits or [])
-    folder = out or Path("runs") / f"{config.name.replace('/', '-')}-s{config.seed}"
-    console.print(
-        f"{parameter_count(config.model):,} parameters, {config.batch * config.context:,} tokens a step",
-        highlight=False,
-    )
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-    with stop_on_signals() as stop, _events(folder, tensorboard) as record, Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=config.steps, note="starting")
-
-        def show(row: Row) -> None:
-            record(row)
-            if row["event"] == "train":
-                note = f"loss {row['loss']:.4f}  rate {row['rate']:.3f}  {row['tokens_per_second']:,.0f} tokens/s"
-                bar.update(task, completed=row["step"], note=note)
-            elif row["event"] == "validate":
-                said = f"step {row['step']}: validation loss {row['loss']:.4f}, perplexity {row['perplexity']:.2f}"
-                bar.console.print(said, highlight=False)
-            elif row["event"] == "start" and row["step"]:
-                bar.update(task, completed=row["step"])
-                bar.console.print(f"going on from step {row['step']}", highlight=False)
-
-        outcome = run_language(config, folder, place, show, stop)
-    console.print(f"{outcome.ending} at step {outcome.step}: {folder}", highlight=False, soft_wrap=True)
+    with joined(device_named(device)) as (processes, place):
+        config = language_recipe(corpus, preset, method, position, steps=steps, context=context)
+        config = replace(config, documents=documents, seed=seed, precision=_precision(precision, place))
+        config = _edited(replace(config, activations=activations), edits or [])
+        folder = out or Path("runs") / f"{config.name.replace('/', '-')}-s{config.seed}"
+        screen = console if processes.first else Console(quiet=True)
+        size = f"{parameter_count(config.model):,} parameters, {config.batch * config.context:,} tokens a step"
+        screen.print(size if processes.size == 1 else f"{size}, {processes.size} processes", highlight=False)
+        with (
+            stop_on_signals() as stop,
+            _events(folder, tensorboard and processes.first) as record,
+            Progress(*_COLUMNS, console=screen) as bar,
+        ):
+            show = _shown(bar, config.steps, record)
+            outcome = run_language(config, folder, place, show, stop, processes)
+        screen.print(f"{outcome.ending} at step {outcome.step}: {folder}", highlight=False, soft_wrap=True)
     if outcome.ending == "stopped":
         raise typer.Exit(130)
+
+
+def _shown(bar: Progress, steps: int, record: "Report") -> "Report":
+    """What a row of the log does to the screen."""
+    task = bar.add_task("", total=steps, note="starting")
+
+    def show(row: Row) -> None:
+        record(row)
+        if row["event"] == "train":
+            note = f"loss {row['loss']:.4f}  rate {row['rate']:.3f}  {row['tokens_per_second']:,.0f} tokens/s"
+            bar.update(task, completed=row["step"], note=note)
+        elif row["event"] == "validate":
+            said = f"step {row['step']}: validation loss {row['loss']:.4f}, perplexity {row['perplexity']:.2f}"
+            bar.console.print(said, highlight=False)
+        elif row["event"] == "start" and row["step"]:
+            bar.update(task, completed=row["step"])
+            bar.console.print(f"going on from step {row['step']}", highlight=False)
+
+    return show
 
 
 def _precision(wanted: Literal["auto", "float32", "bfloat16"], place: torch.device) -> Literal["float32", "bfloat16"]:

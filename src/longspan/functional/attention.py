@@ -29,7 +29,7 @@ def _installed(package: str) -> bool:
 _HAS_TRITON = _installed("triton")
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-_MOST_KEYS = 1 << 20
+_MOST_TOKENS = 1 << 20
 
 # Above this many scores "auto" gives up the square of them for blocks: 64 MiB of float32, on a GPU 1 GiB.
 _DENSE_SCORES = {"cpu": 1 << 24, "cuda": 1 << 28}
@@ -189,8 +189,8 @@ def triton_cannot(q: Tensor, k: Tensor, v: Tensor, alpha: Alpha) -> str | None:
         return "it does not compute in float64"
     if max(q.shape[3], v.shape[3]) > 256:
         return f"it takes heads of at most 256 dims, got {max(q.shape[3], v.shape[3])}"
-    if k.shape[2] >= _MOST_KEYS:
-        return f"it counts tiles of keys in 16 bits and takes fewer than {_MOST_KEYS} keys, got {k.shape[2]}"
+    if max(q.shape[2], k.shape[2]) >= _MOST_TOKENS:
+        return f"it counts tiles in 16 bits and takes fewer than {_MOST_TOKENS} tokens, got {k.shape[2]} keys"
     if 0 in q.shape or 0 in v.shape:
         return "there is nothing to compute"
     return None

@@ -7,8 +7,8 @@ element of the support, its score ``s_0`` and its weight ``p_0``, which give eve
 
     p_i = [a (s_i - s_0) + p_0 ** a]_+ ** (1/a).
 
-For alpha <= 2 the anchor is the row's maximum: the row sum is convex in ``p_0``, so Newton's method from ``p_0 = 1``
-falls monotonically to the root; as alpha tends to 1 the sum becomes linear, and one step gives softmax. For
+For alpha <= 2 the anchor is the row's maximum: the norm ``(sum p) ** a`` is convex in ``p_0 ** a``, so Newton's method
+from ``p_0 = 1`` falls monotonically to the root; as alpha tends to 1 one step gives softmax. For
 alpha > 2 the anchor is the smallest survivor: found by bisection over the sorted row, after which the sum is an
 l_a norm in ``p_0``, convex again. Everything works on the last dimension and knows nothing of autograd.
 """
@@ -102,12 +102,31 @@ def _anchor_at_maximum(scores: Tensor, alpha: Alpha) -> Anchor:
     for _ in range(newton_steps(scores.shape[-1])):
         mass, slope = moments(gap, weight, alpha, room)
         residual = mass - 1
-        before, weight = weight, weight - residual / slope.clamp_min(1)  # the maximum itself contributes 1
+        before, weight = weight, _step_on_the_norm(weight, mass, slope, alpha)
         if look and _converged(torch.where(weight < before, residual, 0)):  # no step, no need of another
             break
         if moments is _moments and (packed := _drop_the_dead(gap, weight, alpha)) is not gap:
             gap, room = packed, torch.empty_like(packed)
     return Anchor(top, weight)
+
+
+def _step_on_the_norm(weight: Tensor, mass: Tensor, slope: Tensor, alpha: Alpha) -> Tensor:
+    """Newton's step for ``mass ** a = 1`` in ``weight ** a``, given d mass / d weight.
+
+    ``mass ** a`` is a norm, convex in ``weight ** a``, and exactly linear where all supported scores tie.
+    """
+    a = _at_least_tiny(alpha - 1, weight.dtype)
+    log_mass = mass.clamp_min(_TINY).log()  # a row that sees nothing has none
+    share = (
+        torch.expm1(a * log_mass) * torch.exp((1 - a) * log_mass) / (weight * slope.clamp_min(1))
+    )  # >= the maximum's 1
+    return weight * torch.exp(torch.log1p(-share.clamp_max(1 - torch.finfo(weight.dtype).eps)) / a)
+
+
+def _at_least_tiny(a: Alpha, dtype: torch.dtype) -> Alpha:
+    """`a`, and a number whose inverse is finite in place of 0, where softmax is its limit."""
+    tiny = torch.finfo(dtype).tiny ** 0.5
+    return a.clamp_min(tiny) if isinstance(a, Tensor) else max(a, tiny)
 
 
 def _anchor_at_edge(scores: Tensor, alpha: Alpha) -> Anchor:
@@ -211,8 +230,7 @@ def _weights_above(scores: Tensor, alpha: Alpha, anchor: Anchor) -> Tensor:
 
 def _relative_weight(gap: Tensor, weight: Tensor, alpha: Alpha, room: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``p / weight`` and ``u = (p / weight) ** a`` for any alpha in [1, 2]; alpha = 1 is its own limit."""
-    tiny = torch.finfo(gap.dtype).tiny ** 0.5
-    a = (alpha - 1).clamp_min(tiny) if isinstance(alpha, Tensor) else max(alpha - 1, tiny)
+    a = _at_least_tiny(alpha - 1, gap.dtype)
     if not isinstance(a, Tensor) and a >= 0.25:  # one transcendental function instead of two
         u = torch.mul(gap, a / weight**a, out=room).add_(1).clamp_min_(0)
         return u.pow(1 / a), u

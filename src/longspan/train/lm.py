@@ -1,4 +1,4 @@
-"""Language models: a run as a value, and the step that moves it, on a CPU or one GPU.
+"""Language models: a run as a value, and the step that moves it, on a CPU, a GPU or several.
 
 What a step reads is a function of the seed and the step (`longspan.text.packing`), so a checkpoint holds the weights
 and the optimiser, and a run resumes bit for bit.
@@ -19,9 +19,19 @@ from longspan.nn.decoder import AttentionConfig, DecoderConfig
 from longspan.nn.llama import Llama, preset
 from longspan.text.corpora import open_corpus
 from longspan.text.documents import CorpusError
-from longspan.text.packing import TextBatch, Windows, evenly_spaced
+from longspan.text.packing import TextBatch, Windows, evenly_spaced, stacked, window
 from longspan.train.checkpoint import Checkpoint
 from longspan.train.config import OptimizerConfig, from_json, to_json
+from longspan.train.distributed import (
+    ALONE,
+    Processes,
+    ShardedOptimizer,
+    local,
+    recompute_blocks,
+    reduce_gradients,
+    reshard,
+    shard,
+)
 from longspan.train.optimizers import Optimizer
 
 
@@ -39,7 +49,8 @@ class LanguageConfig:
     lowest_rate: float = 0.1  # of the peak, at the last step
     context: int = 2048
     batch: int = 256  # windows a step
-    micro_batch: int = 16  # windows at once; gradients of the others are added up
+    micro_batch: int = 16  # windows at once on a device; gradients of the others are added up
+    activations: Literal["kept", "recomputed"] = "kept"  # for the backward pass; recomputed is slower and takes less
     documents: Literal["separate", "joined"] = "separate"
     seed: int = 0
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -119,7 +130,8 @@ def fingerprint(config: LanguageConfig) -> str:
 
     Where the corpus lies, what fits in memory at once and how closely a run is watched are left out.
     """
-    left_out = {"corpus", "name", "micro_batch", "log_every", "save_every", "validate_every", "validate_windows"}
+    left_out = {"corpus", "name", "micro_batch", "activations"}
+    left_out |= {"log_every", "save_every", "validate_every", "validate_windows"}
     typed = from_json(LanguageConfig, to_json(config))  # a learning rate of 1 is one of 1.0
     fields = {key: value for key, value in to_json(typed).items() if key not in left_out}
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=6).hexdigest()
@@ -143,11 +155,13 @@ class Metrics(NamedTuple):
 
 
 class LanguageTrainer:
-    """The state of a run and the step that moves it."""
+    """The state of a run and the step that moves it; of several processes, all call every method together."""
 
-    def __init__(self, config: LanguageConfig, device: torch.device | str = "cpu"):
+    def __init__(self, config: LanguageConfig, device: torch.device | str = "cpu", processes: Processes = ALONE):
         check(config)
-        self.config, self.device = config, torch.device(device)
+        if config.batch % processes.size:
+            raise ValueError(f"batch ({config.batch}) must be a multiple of the number of processes ({processes.size})")
+        self.config, self.device, self.processes = config, torch.device(device), processes
         corpus = open_corpus(Path(config.corpus))
         if corpus.tokenizer.vocabulary != config.model.vocabulary:
             raise CorpusError(
@@ -159,19 +173,29 @@ class LanguageTrainer:
             raise CorpusError(f"{config.corpus} holds other tokens ({stream.checksum}) than the run's ({config.data})")
         separate = config.documents == "separate"
         self.windows = Windows(stream, config.context, config.batch, seed=config.seed, separate=separate)
-        self.held_out = evenly_spaced(corpus.split("validation"), config.context, config.validate_windows, separate)
+        held_out = evenly_spaced(corpus.split("validation"), config.context, config.validate_windows, separate)
+        self.held_out = processes.share(held_out)
         torch.manual_seed(config.seed)
         self.model = Llama(config.model).to(self.device)
-        self.optimizer = Optimizer(self.model, config.optimizer)
+        self.optimizer = self._prepared()
         self.step = 0
         self._sums = torch.zeros(2, device=self.device)  # loss, gradient norm
         self._since = 0
         self._drawer = ThreadPoolExecutor(1)
         self._ahead: tuple[int, Future[TextBatch]] | None = None  # a step, and its batch, drawn while another one runs
+
+    def _prepared(self) -> Optimizer:
+        """Makes the model what it is on this device and this process; returns the optimiser of it."""
+        if self.config.activations == "recomputed":
+            recompute_blocks(self.model)
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
             for block in self.model.blocks:  # one block is compiled and serves every layer
                 block.compile()
+        if self.processes.size == 1:
+            return Optimizer(self.model, self.config.optimizer)
+        shard(self.model, self.processes, self.config.precision)
+        return ShardedOptimizer(self.model, self.config.optimizer, self.processes)
 
     @property
     def tokens_a_step(self) -> int:
@@ -180,17 +204,22 @@ class LanguageTrainer:
     def advance(self) -> None:
         """Take one step."""
         batch = self._batch()
-        counted = batch.mask.sum()
+        counted = self.processes.total(batch.mask.sum())
         loss = torch.zeros((), device=self.device)
-        for part in batch.split(self.config.micro_batch):
+        parts = batch.split(self.config.micro_batch)
+        for number, part in enumerate(parts, start=1):
+            if self.processes.size > 1:
+                reduce_gradients(self.model, number == len(parts))
             share = self._loss(part.to(self.device)) / counted  # of the mean over the whole batch
             share.backward()
             loss += share.detach()
-        gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        gradients: dict[str, Tensor] = {name: parameter.grad for name, parameter in self.model.named_parameters()}  # type: ignore[misc]
+        if self.processes.size > 1:
+            gradients = {name: local(gradient) for name, gradient in gradients.items()}
         self.optimizer.rate.fill_(learning_rate(self.step, self.config))
-        norm = self.optimizer.step(gradients)  # type: ignore[arg-type]
+        norm = self.optimizer.step(gradients)
         self.model.zero_grad(set_to_none=True)
-        self._sums += torch.stack([loss, norm])
+        self._sums += torch.stack([self.processes.total(loss), norm])
         self.step += 1
         self._since += 1
 
@@ -204,7 +233,10 @@ class LanguageTrainer:
         return batch
 
     def _draw(self, step: int) -> TextBatch:
-        batch = self.windows.draw(step)
+        """This process's windows of a step: which ones all of them read does not depend on how many there are."""
+        starts = self.windows.starts(step)[self.processes.rank :: self.processes.size]
+        separate = self.windows.separate
+        batch = stacked([window(self.windows.stream, start, self.config.context, separate) for start in starts])
         return batch.pinned() if self.device.type == "cuda" else batch
 
     def metrics(self) -> Metrics:
@@ -218,7 +250,16 @@ class LanguageTrainer:
     def validation_loss(self) -> float:
         """Nats a token over the validation windows."""
         losses = [self._loss(part.to(self.device)) for part in self.held_out.split(self.config.micro_batch)]
-        return float(torch.stack(losses).sum() / self.held_out.mask.sum())
+        if self.processes.size > 1:
+            reshard(self.model)
+        return float(self.processes.total(torch.stack(losses).sum()) / self.processes.total(self.held_out.mask.sum()))
+
+    def broken(self) -> str | None:
+        """The name of a parameter that is not finite, if there is one."""
+        parameters = self.optimizer.parameters
+        counts = [(~parameter.isfinite()).sum() for parameter in parameters.values()]
+        found = self.processes.total(torch.stack(counts)).tolist()
+        return next((name for name, count in zip(parameters, found, strict=True) if count), None)
 
     def _loss(self, batch: TextBatch) -> Tensor:
         """The sum of the losses of the positions that count."""
@@ -229,7 +270,12 @@ class LanguageTrainer:
         return (losses * batch.mask.flatten()).sum()
 
     def checkpoint(self) -> Checkpoint:
-        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        """The same for any number of processes; only the first one's is whole."""
+        if isinstance(self.optimizer, ShardedOptimizer):
+            weights = self.optimizer.whole_parameters()
+        else:
+            weights = self.model.state_dict()
+        tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
         tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
         tensors |= {"log.sums": self._sums, "log.steps": torch.tensor(self._since)}
         return Checkpoint(self.step, to_json(self.config), tensors)
@@ -239,7 +285,11 @@ class LanguageTrainer:
         """Go on from `checkpoint`, which must come from the same config."""
         if fingerprint(from_json(LanguageConfig, checkpoint.config)) != fingerprint(self.config):
             raise ValueError("the checkpoint comes from another config; start a new run to change a field")
-        self.model.load_state_dict(_under("model.", checkpoint.tensors))
+        weights = _under("model.", checkpoint.tensors)
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.load_parameters(weights)
+        else:
+            self.model.load_state_dict(weights)
         self.optimizer.load(_under("optimizer.", checkpoint.tensors))
         self._sums.copy_(checkpoint.tensors["log.sums"])
         self.step, self._since = checkpoint.step, int(checkpoint.tensors["log.steps"])

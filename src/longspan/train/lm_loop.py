@@ -12,6 +12,7 @@ from longspan.nn.llama import flops_per_token
 from longspan.results import Row, append_rows, provenance
 from longspan.train import checkpoint as checkpoints
 from longspan.train.config import from_json, to_json
+from longspan.train.distributed import ALONE, Processes
 from longspan.train.lm import LanguageConfig, LanguageTrainer, fingerprint, learning_rate
 from longspan.train.loop import Diverged, Outcome, Report, Stop
 
@@ -19,29 +20,39 @@ _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
 def run_language(
-    config: LanguageConfig, folder: Path, device: torch.device | str, report: Report, stop: Stop
+    config: LanguageConfig,
+    folder: Path,
+    device: torch.device | str,
+    report: Report,
+    stop: Stop,
+    processes: Processes = ALONE,
 ) -> Outcome:
     """Train `config` in `folder`, going on from its last checkpoint if it has one.
 
-    `report` gets a row for every entry of the log, which goes to ``log.jsonl`` too.
+    `report` gets a row for every entry of the log, which goes to ``log.jsonl`` too. Of several processes, which must
+    see one folder, the first one writes and reports.
     """
     import safetensors  # noqa: F401  (missing, it is missed now and not at the first checkpoint)
 
-    trainer = LanguageTrainer(config, device)
+    trainer = LanguageTrainer(config, device, processes)
     folder.mkdir(parents=True, exist_ok=True)
-    _claim(folder, config)
+    _refuse_another(folder, config)
+    if processes.first:
+        _claim(folder, config)
     saved = checkpoints.saved(folder / "checkpoints")
     if saved:
         trainer.restore(checkpoints.load(saved[-1]))
 
     def note(row: Row) -> None:
+        if not processes.first:
+            return
         append_rows(folder / "log.jsonl", [row])
         report(row)
 
-    note({"event": "start", "step": trainer.step, **provenance(device)})
+    note({"event": "start", "step": trainer.step, **provenance(device), "processes": processes.size})
     started, first = time.monotonic(), trainer.step
     logged, logged_step = started, first
-    while trainer.step < config.steps and not stop.wanted:
+    while trainer.step < config.steps and not processes.any(stop.wanted):
         trainer.advance()
         ended = trainer.step == config.steps
         if trainer.step % config.log_every == 0 or ended:
@@ -58,13 +69,17 @@ def run_language(
     return Outcome(ending, trainer.step, path)
 
 
-def _claim(folder: Path, config: LanguageConfig) -> None:
-    """Write the config of a new run; refuse a folder that holds another run."""
+def _refuse_another(folder: Path, config: LanguageConfig) -> None:
+    """Raises ValueError where the folder holds another run."""
     path = folder / "config.json"
     if path.exists():
         theirs = json.loads(path.read_text())
         if "task" in theirs or fingerprint(from_json(LanguageConfig, theirs)) != fingerprint(config):
             raise ValueError(f"{folder} holds a run of another config; choose another folder or delete it")
+
+
+def _claim(folder: Path, config: LanguageConfig) -> None:
+    path = folder / "config.json"
     draft = path.with_suffix(".part")
     draft.write_text(json.dumps(to_json(config), indent=2) + "\n")
     draft.replace(path)
@@ -83,7 +98,7 @@ def _log(trainer: LanguageTrainer, note: Report, since_step: int, since: float) 
         "tokens": trainer.step * trainer.tokens_a_step,
         "tokens_per_second": speed,
         "flops_per_second": flops,
-        "utilisation": None if peak is None else flops / peak,
+        "utilisation": None if peak is None else flops / (peak * trainer.processes.size),
     }
     note(row)
     if not math.isfinite(metrics.loss):
@@ -101,10 +116,13 @@ def _peak_flops(device: torch.device) -> float | None:
 
 def _save(trainer: LanguageTrainer, folder: Path) -> Path:
     """A broken checkpoint must not push out a good one."""
-    for name, parameter in trainer.model.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            raise Diverged(f"{name} is not finite after {trainer.step} steps; the checkpoints before it are kept")
-    return checkpoints.save(folder / "checkpoints", trainer.checkpoint())
+    if name := trainer.broken():
+        raise Diverged(f"{name} is not finite after {trainer.step} steps; the checkpoints before it are kept")
+    checkpoint = trainer.checkpoint()
+    if trainer.processes.first:
+        checkpoints.save(folder / "checkpoints", checkpoint)
+    trainer.processes.wait()
+    return checkpoints.saved(folder / "checkpoints")[-1]
 
 
 def _validate(trainer: LanguageTrainer, note: Report) -> None:
