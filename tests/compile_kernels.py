@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from longspan.kernels import backward, forward, output, short, softmax, solve
+from longspan.kernels import backward, forward, output, rows, short, softmax, solve
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {"List": "i16", "Live": "i8", "Counts": "i32", "Ranges": "i32", "Lengths": "i64", "Documents": "i64"}
@@ -40,6 +40,7 @@ KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "softmax": (softmax.softmax_kernel, {"slopes": {"SLOPES": True}, "stats": {"STATS": True}}),
     "query": (backward.query_kernel, {**SPARSE, "softmax": {"KIND": 0}}),
     "key": (backward.key_kernel, {**SPARSE, "softmax": {"KIND": 0}}),
+    "rows": (rows.rows_kernel, {"alpha_1.5": {"M": 2, "BLOCK": 512}, "any_alpha": {"KIND": -1, "M": 1, "BLOCK": 1024}}),
     "column": (backward.column_kernel, {"causal": {}}),
     "short_forward": (short._forward, {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}}),
     "short_backward": (short._backward, {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}}),

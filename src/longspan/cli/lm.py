@@ -26,7 +26,6 @@ lm_app = typer.Typer(
     help="Language models: build a corpus, train, measure perplexity and retrieval.", no_args_is_help=True
 )
 _SPLITS = ("train", "validation")
-_COLUMNS = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
 
 
 @lm_app.command()
@@ -114,10 +113,11 @@ def train(
         screen = console if processes.first else Console(quiet=True)
         size = f"{parameter_count(config.model):,} parameters, {config.batch * config.context:,} tokens a step"
         screen.print(size if processes.size == 1 else f"{size}, {processes.size} processes", highlight=False)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
         with (
             stop_on_signals() as stop,
             _events(folder, tensorboard and processes.first) as record,
-            Progress(*_COLUMNS, console=screen) as bar,
+            Progress(*columns, console=screen) as bar,
         ):
             show = _shown(bar, config.steps, record)
             outcome = run_language(config, folder, place, show, stop, processes)

@@ -1,6 +1,5 @@
 """The public attention functions: they check their arguments, choose an implementation and say which."""
 
-import importlib.util
 import math
 import os
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan.functional.chunked import RowStats, chunked_attention, empty_stats
-from longspan.functional.entmax import entmax, threshold
+from longspan.functional.entmax import HAS_TRITON, entmax, threshold
 from longspan.functional.reference import dense_attention, dense_scores
 from longspan.functional.scores import Rules
 from longspan.functional.threshold import Alpha
@@ -18,15 +17,7 @@ from longspan.functional.threshold import Alpha
 IMPLEMENTATIONS = ("reference", "chunked", "triton")
 
 
-def _installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ImportError:
-        return False
-
-
-# Looked up once: inside a compiled function neither question can be asked.
-_HAS_TRITON = _installed("triton")
+# Looked up once: inside a compiled function the environment cannot be read.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _MOST_TOKENS = 1 << 20
@@ -181,7 +172,7 @@ def triton_cannot(q: Tensor, k: Tensor, v: Tensor, alpha: Alpha) -> str | None:
     """Why ``impl="triton"`` does not serve a call; None if it does."""
     if not (q.is_cuda or _INTERPRETED):
         return "it needs a GPU"
-    if not _HAS_TRITON:
+    if not HAS_TRITON:
         return "triton is not installed: pip install 'longspan[gpu]'"
     if isinstance(alpha, Tensor):
         return "alpha must be a number: a learnt alpha has no kernel yet"

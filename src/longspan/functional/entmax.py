@@ -9,6 +9,7 @@ where h is the derivative in alpha with the normaliser held. Nothing in it is si
 is written in differentiable operations of p, alpha and the incoming gradient, so it can be differentiated again.
 """
 
+import importlib.util
 import math
 from typing import Any, NamedTuple
 
@@ -16,6 +17,16 @@ import torch
 from torch import Tensor
 
 from longspan.functional.threshold import Alpha, AlphaRange, alpha_range, solve, tau_of, weights
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
+        return False
+
+
+HAS_TRITON = _installed("triton")  # looked up once: inside a compiled function the question cannot be asked
 
 _SERIES_TERMS = 14
 _SERIES_RADIUS = 0.5  # 0.5^14 / 16! is below float64's resolution
@@ -78,7 +89,7 @@ def threshold(scores: Tensor, alpha: Alpha = 1.5, dim: int = -1) -> Threshold:
 class _Entmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, alpha: Alpha, bounds: AlphaRange) -> Tensor:
-        p = weights(scores, alpha, solve(scores, alpha, bounds), bounds)
+        p = _weights_of_rows(scores, alpha, bounds)
         if isinstance(alpha, Tensor):
             ctx.save_for_backward(p, alpha)
         else:
@@ -93,6 +104,15 @@ class _Entmax(torch.autograd.Function):
         alpha = rest[0] if rest else ctx.alpha
         d_scores, d_alpha = entmax_vjp(p, alpha, grads[0], ctx.bounds, ctx.needs_input_grad[1])
         return d_scores, d_alpha, None
+
+
+def _weights_of_rows(scores: Tensor, alpha: Alpha, bounds: AlphaRange) -> Tensor:
+    if scores.is_cuda and not isinstance(alpha, Tensor) and HAS_TRITON:
+        from longspan.kernels.rows import entmax_rows, serves
+
+        if serves(scores, alpha):
+            return entmax_rows(scores, alpha)
+    return weights(scores, alpha, solve(scores, alpha, bounds), bounds)
 
 
 def entmax_vjp(
