@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from longspan.kernels import backward, forward, output, rows, short, softmax, solve
+from longspan.kernels import backward, output, rows, short, softmax, solve, survey
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {"List": "i16", "Live": "i8", "Counts": "i32", "Ranges": "i32", "Lengths": "i64", "Documents": "i64"}
@@ -34,7 +34,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "above_2": {"KIND": 1, "CONVEX": False},
 }
 KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
-    "survey": (forward.survey_kernel, SPARSE),
+    "survey": (survey.survey_kernel, SPARSE),
     "solve": (solve.solve_kernel, SPARSE),
     "output": (output.output_kernel, SPARSE),
     "softmax": (softmax.softmax_kernel, {"slopes": {"SLOPES": True}, "stats": {"STATS": True}}),

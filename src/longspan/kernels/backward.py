@@ -7,9 +7,8 @@ values under the gains. With it the gradient of a score is ``gain * (dp - dot(d_
 import triton
 import triton.language as tl
 
-from longspan.kernels.forward import key_tiles
 from longspan.kernels.solver import weights_and_gains
-from longspan.kernels.tiles import SIZES, distances, load_tile, narrowed, scores_of, store_tile
+from longspan.kernels.tiles import SIZES, distances, key_tiles, load_tile, narrowed, scores_of, store_tile
 
 
 @triton.jit

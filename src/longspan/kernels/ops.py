@@ -8,11 +8,11 @@ import triton
 from torch import Tensor
 
 from longspan.kernels.backward import column_kernel, key_kernel, query_kernel
-from longspan.kernels.forward import survey_kernel
 from longspan.kernels.output import output_kernel
 from longspan.kernels.softmax import softmax_kernel
 from longspan.kernels.solve import solve_kernel
 from longspan.kernels.solver import SOFTMAX, kind_of, powers_of, survey_power
+from longspan.kernels.survey import survey_kernel
 from longspan.kernels.tiles import contiguous, like_tokens, padded
 
 

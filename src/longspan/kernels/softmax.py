@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from longspan.kernels.forward import key_tiles
-from longspan.kernels.tiles import SIZES, load_tile, scores_of, store_tile
+from longspan.kernels.tiles import SIZES, key_tiles, load_tile, scores_of, store_tile
 
 
 @triton.jit

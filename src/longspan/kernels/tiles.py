@@ -88,3 +88,21 @@ def scores_of(product, keys, positions, scale, slope, end, documents, TK,
         theirs = tl.load(documents + keys, mask=keys < TK, other=0)
         seen = seen & (own == theirs) & inside
     return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def key_tiles(first_position, last_position, end, Ranges, TK,
+              M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
+              MASK_ALL: tl.constexpr):  # fmt: skip
+    """Of a block of queries: its first key tile, the first that needs a mask, and the end."""
+    start, stop = 0, tl.cdiv(end, N)
+    if CAUSAL:
+        stop = tl.minimum(stop, tl.cdiv(tl.maximum(last_position + 1, 0), N))
+    if DOCUMENTS:
+        start, stop = tl.load(Ranges), tl.minimum(stop, tl.load(Ranges + 1))
+    whole = TK // N
+    if CAUSAL:
+        whole = tl.minimum(whole, tl.maximum(first_position + 1, 0) // N)
+    if MASK_ALL:
+        whole = start
+    return start, tl.maximum(tl.minimum(whole, stop), start), tl.maximum(stop, start)

@@ -20,25 +20,7 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.solver import gains, joined_norm
-from longspan.kernels.tiles import SIZES, load_tile, scores_of
-
-
-@triton.jit
-def key_tiles(first_position, last_position, end, Ranges, TK,
-              M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
-              MASK_ALL: tl.constexpr):  # fmt: skip
-    """Of a block of queries: its first key tile, the first that needs a mask, and the end."""
-    start, stop = 0, tl.cdiv(end, N)
-    if CAUSAL:
-        stop = tl.minimum(stop, tl.cdiv(tl.maximum(last_position + 1, 0), N))
-    if DOCUMENTS:
-        start, stop = tl.load(Ranges), tl.minimum(stop, tl.load(Ranges + 1))
-    whole = TK // N
-    if CAUSAL:
-        whole = tl.minimum(whole, tl.maximum(first_position + 1, 0) // N)
-    if MASK_ALL:
-        whole = start
-    return start, tl.maximum(tl.minimum(whole, stop), start), tl.maximum(stop, start)
+from longspan.kernels.tiles import SIZES, key_tiles, load_tile, scores_of
 
 
 @triton.jit
