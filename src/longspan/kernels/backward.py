@@ -8,7 +8,18 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.solver import weights_and_gains
-from longspan.kernels.tiles import SIZES, distances, key_tiles, load_tile, narrowed, scores_of, store_tile
+from longspan.kernels.tiles import (
+    SIZES,
+    block_of_queries,
+    distances,
+    end_of,
+    key_tiles,
+    load_tile,
+    narrowed,
+    scores_of,
+    slope_of,
+    store_tile,
+)
 
 
 @triton.jit
@@ -48,19 +59,15 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Maximum, Height, List, Counts, Sl
                  M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
                  BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The gradients of a block of queries, and for every row the mean of the incoming gradient under its gains."""
-    pair, block = tl.program_id(0) // NQ, NQ - 1 - tl.program_id(0) % NQ
-    batch, head = (pair // H).to(tl.int64), (pair % H).to(tl.int64)
-    first = block * M
-    rows = first + tl.arange(0, M)
-    positions = rows + TK - TQ
+    pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
     K += batch * k_b + head // GROUP * k_h
     V += batch * v_b + head // GROUP * v_h
     if DOCUMENTS:
         Documents += batch * TK
         Ranges += (batch * NQ + block) * 2
-    end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    end = end_of(Lengths, batch, TK, LENGTHS)
     limit = end if LENGTHS or not CAUSAL else None
-    slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
+    slope = slope_of(Slopes, head, SLOPES)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     d_o = load_tile(dO + batch * o_b + head * o_h, first, o_t, o_d, TQ, DV, M, BLOCK_DV)
     mean = load_tile(Mean + batch * mean_b + head * mean_h, first, mean_t, mean_d, TQ, DV, M, BLOCK_DV)
@@ -140,7 +147,7 @@ def key_kernel(Q, K, V, dO, dK, dV, Delta, Maximum, Height, List, Counts, Slopes
     keys = first + tl.arange(0, KEYS)
     if DOCUMENTS:
         Documents += batch * TK
-    end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    end = end_of(Lengths, batch, TK, LENGTHS)
     limit = end if LENGTHS or not CAUSAL else None
     k = load_tile(K + batch * k_b + kv_head * k_h, first, k_t, k_d, TK, D, KEYS, BLOCK_D)
     v = load_tile(V + batch * v_b + kv_head * v_h, first, v_t, v_d, TK, DV, KEYS, BLOCK_DV)
@@ -148,7 +155,7 @@ def key_kernel(Q, K, V, dO, dK, dV, Delta, Maximum, Height, List, Counts, Slopes
     d_v = tl.zeros([KEYS, BLOCK_DV], tl.float32)
     for member in range(GROUP):
         head = kv_head * GROUP + member
-        slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
+        slope = slope_of(Slopes, head, SLOPES)
         place = (batch * H + head) * NK + tile
         begin, Tiles = 0, List
         if KIND == 0:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.solver import gains
-from longspan.kernels.tiles import SIZES, load_tile, narrowed, scores_of, store_tile
+from longspan.kernels.tiles import SIZES, block_of_queries, end_of, load_tile, narrowed, scores_of, slope_of, store_tile
 
 
 @triton.jit
@@ -50,18 +50,15 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Support, Entropy, List, Cou
                   M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
                   BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The output of a block of queries; for the backward the mean of the values under the gains, and a map of tiles."""
-    pair, block = tl.program_id(0) // NQ, NQ - 1 - tl.program_id(0) % NQ
-    batch, head = (pair // H).to(tl.int64), (pair % H).to(tl.int64)
-    first = block * M
-    rows = first + tl.arange(0, M)
-    positions, valid = rows + TK - TQ, rows < TQ
+    pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
+    valid = rows < TQ
     K += batch * k_b + head // GROUP * k_h
     V += batch * v_b + head // GROUP * v_h
     if DOCUMENTS:
         Documents += batch * TK
-    end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    end = end_of(Lengths, batch, TK, LENGTHS)
     limit = end if LENGTHS or not CAUSAL else None
-    slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
+    slope = slope_of(Slopes, head, SLOPES)
     place = pair.to(tl.int64) * NQ + block
     List += place * NK
     Live += pair.to(tl.int64) * NK * NQ + block

@@ -14,7 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.kernels.solver import heights, kind_of, powers_of, row_maximum, weights_and_gains
-from longspan.kernels.tiles import SIZES, contiguous, distances, like_tokens, load_tile, padded, scores_of, store_tile
+from longspan.kernels.tiles import (
+    SIZES,
+    contiguous,
+    distances,
+    end_of,
+    like_tokens,
+    load_tile,
+    padded,
+    scores_of,
+    slope_of,
+    store_tile,
+)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -30,9 +41,9 @@ def _forward(Q, K, V, O, Maximum, Height, Slopes, Lengths, Documents, a, r, scal
     batch, head = (pair // H).to(tl.int64), (pair % H).to(tl.int64)
     first = tl.program_id(0) % blocks * M
     rows, keys = first + tl.arange(0, M), tl.arange(0, N)
-    end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    end = end_of(Lengths, batch, TK, LENGTHS)
     limit = end if LENGTHS or not CAUSAL else None
-    slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
+    slope = slope_of(Slopes, head, SLOPES)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     k = load_tile(K + batch * k_b + head // GROUP * k_h, 0, k_t, k_d, TK, D, N, BLOCK_D)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -64,7 +75,7 @@ def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Slopes, dSlopes, Lengths
     kv_heads = H // GROUP
     batch, kv_head = (tl.program_id(0) // kv_heads).to(tl.int64), (tl.program_id(0) % kv_heads).to(tl.int64)
     keys = tl.arange(0, N)
-    end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    end = end_of(Lengths, batch, TK, LENGTHS)
     limit = end if LENGTHS or not CAUSAL else None
     k = load_tile(K + batch * k_b + kv_head * k_h, 0, k_t, k_d, TK, D, N, BLOCK_D)
     v = load_tile(V + batch * v_b + kv_head * v_h, 0, v_t, v_d, TK, DV, N, BLOCK_DV)
@@ -73,7 +84,7 @@ def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Slopes, dSlopes, Lengths
     d_v = tl.zeros([N, BLOCK_DV], tl.float32)
     for index in range(GROUP):
         head = kv_head * GROUP + index
-        slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
+        slope = slope_of(Slopes, head, SLOPES)
         d_slope = tl.zeros([M], tl.float32)
         for start in range(0, TQ, M):
             rows = start + tl.arange(0, M)

@@ -3,7 +3,16 @@
 import triton
 import triton.language as tl
 
-from longspan.kernels.tiles import SIZES, key_tiles, load_tile, scores_of, store_tile
+from longspan.kernels.tiles import (
+    SIZES,
+    block_of_queries,
+    end_of,
+    key_tiles,
+    load_tile,
+    scores_of,
+    slope_of,
+    store_tile,
+)
 
 
 @triton.jit
@@ -37,19 +46,15 @@ def softmax_kernel(Q, K, V, O, Maximum, Height, Support, Entropy, Slopes, Length
                    CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr,
                    MASK_ALL: tl.constexpr, PRECISION: tl.constexpr, STATS: tl.constexpr,
                    M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    pair, block = tl.program_id(0) // NQ, NQ - 1 - tl.program_id(0) % NQ
-    batch, head = (pair // H).to(tl.int64), (pair % H).to(tl.int64)
-    first = block * M
-    rows = first + tl.arange(0, M)
-    positions = rows + TK - TQ
+    pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
     K += batch * k_b + head // GROUP * k_h
     V += batch * v_b + head // GROUP * v_h
     if DOCUMENTS:
         Documents += batch * TK
         Ranges += (batch * NQ + block) * 2
-    end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    end = end_of(Lengths, batch, TK, LENGTHS)
     limit = end if LENGTHS or not CAUSAL else None
-    slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
+    slope = slope_of(Slopes, head, SLOPES)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     start, whole, stop = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, Ranges, TK,
                                    M, N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip

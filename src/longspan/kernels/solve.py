@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.solver import curved_fall, gains, inside, joined_norm
-from longspan.kernels.tiles import SIZES, load_tile, scores_of
+from longspan.kernels.tiles import SIZES, block_of_queries, end_of, load_tile, scores_of, slope_of
 
 
 @triton.jit
@@ -38,17 +38,14 @@ def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Slopes, Lengths, Do
                  SLOPES: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """From the survey's heights to heights at which the weights sum to 1, within what the output's step can mend."""
-    pair, block = tl.program_id(0) // NQ, NQ - 1 - tl.program_id(0) % NQ
-    batch, head = (pair // H).to(tl.int64), (pair % H).to(tl.int64)
-    first = block * M
-    rows = first + tl.arange(0, M)
-    positions, valid = rows + TK - TQ, rows < TQ
+    pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
+    valid = rows < TQ
     K += batch * k_b + head // GROUP * k_h
     if DOCUMENTS:
         Documents += batch * TK
-    end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    end = end_of(Lengths, batch, TK, LENGTHS)
     limit = end if LENGTHS or not CAUSAL else None
-    slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
+    slope = slope_of(Slopes, head, SLOPES)
     place = pair.to(tl.int64) * NQ + block
     List += place * NK
     masked, count = tl.load(Counts + place * 2), tl.load(Counts + place * 2 + 1)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.solver import gains, joined_norm
-from longspan.kernels.tiles import SIZES, key_tiles, load_tile, scores_of
+from longspan.kernels.tiles import SIZES, block_of_queries, end_of, key_tiles, load_tile, scores_of, slope_of
 
 
 @triton.jit
@@ -64,19 +64,15 @@ def survey_kernel(Q, K, Maximum, Height, Slope, List, Counts, Slopes, Lengths, D
                   LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr,
                   M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """The maximum of every row, a height that its threshold does not lie below, and the list of live tiles."""
-    # Long rows first; neighbours share their keys.
-    pair, block = tl.program_id(0) // NQ, NQ - 1 - tl.program_id(0) % NQ
-    batch, head = (pair // H).to(tl.int64), (pair % H).to(tl.int64)
-    first = block * M
-    rows = first + tl.arange(0, M)
-    positions, valid = rows + TK - TQ, rows < TQ
+    pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
+    valid = rows < TQ
     K += batch * k_b + head // GROUP * k_h
     if DOCUMENTS:
         Documents += batch * TK
         Ranges += (batch * NQ + block) * 2
-    end = tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    end = end_of(Lengths, batch, TK, LENGTHS)
     limit = end if LENGTHS or not CAUSAL else None
-    slope = tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
+    slope = slope_of(Slopes, head, SLOPES)
     place = pair.to(tl.int64) * NQ + block
     List += place * NK
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)

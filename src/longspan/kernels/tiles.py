@@ -57,6 +57,25 @@ def narrowed(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def block_of_queries(H, NQ, TQ, TK, M: tl.constexpr):
+    """Which block of queries this program has: long rows first, neighbours share their keys."""
+    pair, block = tl.program_id(0) // NQ, NQ - 1 - tl.program_id(0) % NQ
+    rows = block * M + tl.arange(0, M)
+    return pair, block, (pair // H).to(tl.int64), (pair % H).to(tl.int64), block * M, rows, rows + TK - TQ
+
+
+@triton.jit
+def end_of(Lengths, batch, TK, LENGTHS: tl.constexpr):
+    """The first key that padding hides."""
+    return tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+
+
+@triton.jit
+def slope_of(Slopes, head, SLOPES: tl.constexpr):
+    return tl.load(Slopes + head).to(tl.float32) if SLOPES else 0.0
+
+
+@triton.jit
 def distances(keys, positions):
     """How far keys lie from positions, exact up to 2^24."""
     return tl.abs(positions.to(tl.float32) - keys.to(tl.float32))
