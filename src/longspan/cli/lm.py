@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from longspan.cli import lm_measure
 from longspan.cli.console import console, device_named, fail
-from longspan.cli.training import _events
+from longspan.cli.events import Events
 from longspan.results import Row
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def train(
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
         with (
             stop_on_signals() as stop,
-            _events(folder, tensorboard and processes.first) as record,
+            Events(folder, tensorboard and processes.first) as record,
             Progress(*columns, console=screen) as bar,
         ):
             show = _shown(bar, config.steps, record)

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from longspan.cli.console import console, device_named, fail
+from longspan.cli.events import Events
 from longspan.results import Row, append_rows
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def train(
     config = config_of(name, seed, smoke, edits or [])
     folder = out or folder_of(config, Path("runs"))
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-    with stop_on_signals() as stop, _events(folder, tensorboard) as record, Progress(*columns, console=console) as bar:
+    with stop_on_signals() as stop, Events(folder, tensorboard) as record, Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=config.steps, note="starting")
 
         def show(row: Row) -> None:
@@ -126,30 +127,3 @@ def evaluate(
     console.print(f"rows: {path}", highlight=False, soft_wrap=True)
     if stopped:
         raise typer.Exit(130)
-
-
-class _events:
-    """TensorBoard events of the log's rows, if wanted."""
-
-    def __init__(self, folder: Path, wanted: bool):
-        self.writer = None
-        if wanted:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                fail("--tensorboard needs tensorboard: pip install tensorboard")
-            self.writer = SummaryWriter(str(folder / "events"))
-
-    def __enter__(self) -> "_events":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.writer is not None:
-            self.writer.close()
-
-    def __call__(self, row: Row) -> None:
-        if self.writer is not None:
-            numbers = row.get("scores", row) if row["event"] == "validate" else row
-            for key, value in numbers.items():
-                if isinstance(value, float):
-                    self.writer.add_scalar(f"{row['event']}/{key}", value, row["step"])
