@@ -17,11 +17,11 @@ SERVED = {name: case for name, case in SMALL.items() if isinstance(case.alpha, f
     "several_blocks": Case(batch=1, query_time=70, key_time=70, dim=16, value_dim=16, slopes=(0.5, 0.0), logits=2.0),
     "alpha_1.1": Case(batch=1, query_time=40, key_time=40, dim=16, alpha=1.1, logits=2.0),
     "alpha_1.75": Case(batch=1, query_time=40, key_time=40, dim=16, alpha=1.75, logits=2.0),
-    "long_rows": Case(batch=1, heads=2, kv_heads=1, query_time=100, key_time=128, dim=32, value_dim=24, logits=2.0),
+    "long_rows": Case(batch=1, heads=2, kv_heads=1, query_time=200, key_time=256, dim=32, value_dim=24, logits=2.0),
     "beyond_the_chip": Case(
         batch=1, heads=2, kv_heads=1, query_time=150, key_time=200, dim=24, value_dim=40, logits=3.0
     ),
-    "wide_heads": Case(batch=1, query_time=33, key_time=33, dim=64, value_dim=64, logits=2.0),
+    "wide_heads": Case(batch=1, query_time=33, key_time=33, dim=128, value_dim=128, logits=2.0),
 }
 
 
