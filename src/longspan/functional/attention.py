@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
@@ -13,6 +14,7 @@ from longspan.functional.entmax import HAS_TRITON, entmax, threshold
 from longspan.functional.reference import dense_attention, dense_scores
 from longspan.functional.scores import Rules
 from longspan.functional.threshold import Alpha
+from longspan.kernels.pages import MOST_QUERIES
 
 IMPLEMENTATIONS = ("reference", "chunked", "triton")
 
@@ -21,6 +23,7 @@ IMPLEMENTATIONS = ("reference", "chunked", "triton")
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _MOST_TOKENS = 1 << 20
+_MANY_KEYS = 1 << 10
 
 # Above this many scores "auto" gives up the square of them for blocks: 64 MiB of float32, on a GPU 1 GiB.
 _DENSE_SCORES = {"cpu": 1 << 24, "cuda": 1 << 28}
@@ -114,6 +117,11 @@ def attention(
 def _by_kernels(
     q: Tensor, k: Tensor, v: Tensor, rules: Rules, alpha: float, return_stats: bool
 ) -> Tensor | tuple[Tensor, AttentionStats]:
+    if _is_decoding(q, k, v, rules):
+        from longspan.functional.decode import decode
+
+        attend_few = partial(decode, q, k, v, alpha=alpha, slopes=rules.slopes, scale=rules.scale, impl="triton")
+        return attend_few(return_stats=True) if return_stats else attend_few()
     inputs = q, k, v, rules.slopes, rules.lengths, rules.documents, alpha, rules.scale, rules.causal
     # Rows that fit on the chip are solved there, without a list of tiles.
     if k.shape[2] <= 128 and max(q.shape[3], v.shape[3]) <= 64 and alpha <= 2 and not return_stats:
@@ -126,6 +134,19 @@ def _by_kernels(
     if stats is None:
         return out
     return out, AttentionStats(*stats[:4], impl="triton", block_sparsity=stats.block_sparsity)
+
+
+def _is_decoding(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> bool:
+    """Few queries and many keys: a row must be shared out among programs, where a training pass has rows enough."""
+    inputs = (q, k, v) if rules.slopes is None else (q, k, v, rules.slopes)
+    return (
+        q.shape[2] <= MOST_QUERIES
+        and k.shape[2] >= _MANY_KEYS
+        and (rules.causal or q.shape[2] == 1)
+        and rules.lengths is None
+        and rules.documents is None
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs))
+    )
 
 
 def attention_weights(

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from longspan.kernels.solver import curved_fall, gains, inside, joined_norm
+from longspan.kernels.solver import curved_fall, gains, inside, joined_norm, secant_step
 from longspan.kernels.tiles import SIZES, block_of_queries, end_of, load_tile, scores_of, slope_of
 
 
@@ -85,17 +85,12 @@ def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Slopes, Lengths, Do
         farthest = tl.max(tl.where(height > 0, tl.abs(norm - 1.0), 0.0), 0)
         rounds += 1
         going = (farthest > tolerance) & (rounds < 32)
-        above = norm >= 1.0
         if CONVEX:
+            above = norm >= 1.0
             low, high = tl.where(above, low, height), tl.where(above, height, high)
             fall = curved_fall(mass, gain_mass, support, aim) if KIND == 4 else (norm - 1.0) / steepness
             height = inside(height - fall, low, high)
         else:
-            # The norm's secant, the old end's distance halved where it stays (Illinois).
-            low_norm = tl.where(above, tl.where(height < high, (low_norm + 1.0) * 0.5, low_norm), norm)
-            high_norm = tl.where(above, norm, tl.where(high_norm > 0, (high_norm + 1.0) * 0.5, high_norm))
-            low, high = tl.where(above, low, height), tl.where(above, height, high)
-            share = (1.0 - low_norm) / tl.maximum(high_norm - low_norm, 1e-20)
-            between = low + (high - low) * tl.minimum(tl.maximum(share, 0.02), 0.98)
+            between, low, low_norm, high, high_norm = secant_step(norm, height, low, low_norm, high, high_norm)
             height = tl.where(going, between, height)
     tl.store(Height + line_place, height, mask=valid)

@@ -153,3 +153,19 @@ def curved_fall(mass, gain, support, aim):
 def inside(height, low, high):
     """The height brought into the bracket: to its upper end, where the sum is at least 1, or to its middle."""
     return tl.where(height >= low, tl.minimum(height, high), 0.5 * (low + high))
+
+
+@triton.jit
+def secant_step(norm, height, low, low_norm, high, high_norm):
+    """Where the norm's secant over the bracket is 1, and the bracket with this height as one of its ends.
+
+    The norm of an end that stays moves half way to 1, so that neither stays for long (Illinois); 0 at the upper end
+    says that it was never measured.
+    """
+    above = norm >= 1.0
+    low_norm = tl.where(above, tl.where(height < high, (low_norm + 1.0) * 0.5, low_norm), norm)
+    high_norm = tl.where(above, norm, tl.where(high_norm > 0, (high_norm + 1.0) * 0.5, high_norm))
+    low, high = tl.where(above, low, height), tl.where(above, height, high)
+    share = (1.0 - low_norm) / tl.maximum(high_norm - low_norm, 1e-20)
+    between = low + (high - low) * tl.minimum(tl.maximum(share, 0.02), 0.98)
+    return between, low, low_norm, high, high_norm

@@ -1,0 +1,247 @@
+"""Attention of the newest tokens of every sequence over its cache: `attention` for sequences of unequal lengths."""
+
+import math
+import os
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from longspan.functional.attention import AttentionStats
+from longspan.functional.entmax import HAS_TRITON, entmax, threshold
+from longspan.functional.scores import grouped_product
+from longspan.functional.threshold import alpha_range
+from longspan.kernels.pages import MOST_QUERIES, PAGE
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IMPLEMENTATIONS = ("reference", "triton")
+
+
+class PageSummary(NamedTuple):
+    """What is known of every page of 64 keys without reading it. Pages without a key hold anything.
+
+    norms: (batch, kv_heads, pages), at least the largest norm of the page's keys; float32.
+    """
+
+    norms: Tensor
+
+
+class CacheRules(NamedTuple):
+    """Who sees whom, the bias and factors of a score, and where the keys lie; see `decode`."""
+
+    slopes: Tensor | None
+    scale: float
+    scales: Tensor | None = None
+    lengths: Tensor | None = None
+    starts: Tensor | None = None
+    table: Tensor | None = None
+    summary: PageSummary | None = None
+
+
+class _Options(TypedDict, total=False):
+    alpha: float
+    slopes: Tensor | None
+    scale: float | None
+    scales: Tensor | None
+    lengths: Tensor | None
+    starts: Tensor | None
+    table: Tensor | None
+    summary: PageSummary | None
+    impl: str
+
+
+@overload
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, *, return_stats: Literal[False] = False, **options: Unpack[_Options]
+) -> Tensor: ...
+
+
+@overload
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, *, return_stats: Literal[True], **options: Unpack[_Options]
+) -> tuple[Tensor, AttentionStats]: ...
+
+
+@torch.no_grad()
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    alpha: float = 1.5,
+    slopes: Tensor | None = None,
+    scale: float | None = None,
+    scales: Tensor | None = None,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    table: Tensor | None = None,
+    summary: PageSummary | None = None,
+    impl: str = "auto",
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, AttentionStats]:
+    """Entmax attention of the last `query_time` tokens of every sequence, causal, without gradients.
+
+    Args:
+        q: (batch, heads, query_time, dim), the newest tokens, at most 16 by the kernels.
+        k, v: (batch, kv_heads, room, dim), the newest tokens among them. With a `table`, pools of pages
+            (pages, kv_heads, 64, dim).
+        alpha: a number >= 1; 1 is softmax.
+        slopes: (heads,), ALiBi's slopes.
+        scale: of the products, 1/sqrt(dim) by default.
+        scales: (batch, heads, query_time), a factor of every query's products beside `scale`.
+        lengths: (batch,), tokens of every sequence in the cache with the new ones, all the room by default. Query i
+            stands at ``lengths - query_time + i``. What lies beyond is never looked at.
+        starts: (batch,), where every sequence begins, 0 by default: keys before it are hidden.
+        table: (batch, pages), int32: which page of the pool holds the keys from ``64 * column`` on; needs `lengths`.
+        summary: lets the kernels leave out pages that provably hold no survivor; the result does not depend on it.
+        impl: "triton" (a GPU's kernels), "reference" (dense) or "auto".
+        return_stats: also return `AttentionStats`.
+    """
+    scale = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else float(scale)
+    where = CacheRules(slopes, scale, scales, lengths, starts, table, summary)
+    _check(q, k, v, where)
+    alpha = float(alpha)
+    alpha_range(alpha)
+    if impl not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"impl must be 'auto' or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    reason = kernels_cannot(q, v)
+    if impl == "triton" and reason:
+        raise ValueError(f"impl='triton' cannot serve this call: {reason}")
+    if reason is None and (impl == "triton" or (impl == "auto" and q.is_cuda)):
+        return _by_kernels(q, k, v, alpha, where, return_stats)
+    if table is not None:
+        k, v = (pool[table.long()].transpose(1, 2).flatten(2, 3) for pool in (k, v))
+    return _dense(q, k, v, alpha, where, return_stats)
+
+
+def kernels_cannot(q: Tensor, v: Tensor) -> str | None:
+    """Why ``impl="triton"`` does not serve a call; None if it does."""
+    if not (q.is_cuda or _INTERPRETED):
+        return "it needs a GPU"
+    if not HAS_TRITON:
+        return "triton is not installed: pip install 'longspan[gpu]'"
+    if q.dtype == torch.float64:
+        return "it does not compute in float64"
+    if max(q.shape[3], v.shape[3]) > 256:
+        return f"it takes heads of at most 256 dims, got {max(q.shape[3], v.shape[3])}"
+    if q.shape[2] > MOST_QUERIES:
+        return f"it takes at most {MOST_QUERIES} queries, got {q.shape[2]}"
+    if 0 in q.shape or 0 in v.shape:
+        return "there is nothing to compute"
+    return None
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, where: CacheRules) -> None:
+    slopes, _, scales, lengths, starts, table, summary = where
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4 or tensor.dtype != q.dtype or tensor.device != q.device or not tensor.is_floating_point():
+            raise ValueError(
+                f"q, k and v must be floating-point tensors of 4 dims, one dtype and one device; q is {q.dtype} on "
+                f"{q.device}, {name} is {tensor.dtype} on {tensor.device} of shape {tuple(tensor.shape)}"
+            )
+    batch, heads, queries, dim = q.shape
+    if k.shape[:3] != v.shape[:3] or k.shape[3] != dim:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit each other")
+    if k.shape[1] == 0 or heads % k.shape[1]:
+        raise ValueError(f"the heads of k ({k.shape[1]}) must divide those of q ({heads})")
+    pages = -(-k.shape[2] // PAGE)
+    if table is not None:
+        if k.shape[2] != PAGE:
+            raise ValueError(f"a pool has pages of {PAGE} keys, k has {k.shape[2]}")
+        if table.ndim != 2 or len(table) != batch or table.dtype != torch.int32 or table.stride(1) != 1:
+            raise ValueError(f"table must be int32 ({batch}, pages), rows in one piece, got {tuple(table.shape)}")
+        if lengths is None:
+            raise ValueError("a table needs lengths: which of its pages are in use")
+        pages = table.shape[1]
+    elif len(k) != batch:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch")
+    shapes = {
+        "slopes": (slopes, (heads,)),
+        "scales": (scales, (batch, heads, queries)),
+        "lengths": (lengths, (batch,)),
+        "starts": (starts, (batch,)),
+        "summary.norms": (
+            None if summary is None else summary.norms,
+            (batch, k.shape[1], pages) if table is None else (k.shape[0], k.shape[1]),
+        ),
+    }
+    for name, (given, shape) in shapes.items():
+        if given is not None and (tuple(given.shape) != shape or given.device != q.device):
+            raise ValueError(
+                f"{name} must have shape {shape} on {q.device}, got {tuple(given.shape)} on {given.device}"
+            )
+    for name, given in (("lengths", lengths), ("starts", starts)):
+        if given is not None and given.is_floating_point():
+            raise ValueError(f"{name} must be integers, got {given.dtype}")
+
+
+def _by_kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: float,
+    where: CacheRules,
+    return_stats: bool,
+) -> Tensor | tuple[Tensor, AttentionStats]:
+    from longspan.kernels.decode_ops import Decoded, decode_attention
+
+    slopes, scale, scales, lengths, starts, table, summary = where
+    scales = None if scales is None else scales.float()
+    norms = None if summary is None else summary.norms
+    made = Decoded(
+        *decode_attention(q, k, v, slopes, scales, lengths, starts, table, norms, alpha, scale, return_stats)
+    )
+    if not return_stats:
+        return made.out
+    maximum, height, support, entropy = (
+        rows.view(q.shape[:3]) for rows in (made.maximum, made.height, made.support, made.entropy)
+    )
+    tau, largest = (maximum - height, height ** (1 / (alpha - 1))) if alpha > 1 else (height * 0 - 1, height)
+    tau = torch.where(support > 0, tau, torch.inf)
+    # Pages beyond the keys have no highest score, and those of other sequences' room hold anything.
+    end = torch.full(q.shape[:1], k.shape[2], device=q.device) if lengths is None else lengths
+    start = torch.zeros_like(end) if starts is None else starts
+    page = torch.arange(made.tops.shape[-1], device=q.device)
+    there = (page >= start[:, None] // PAGE) & (page * PAGE < end[:, None])  # (B, pages)
+    tops = made.tops.view(*q.shape[:3], -1)
+    alive = (there[:, None, None] & (tops > tau[..., None])).sum((2, 3))
+    dead = 1 - alive / (q.shape[2] * there.sum(-1)).clamp_min(1)[:, None]
+    return made.out, AttentionStats(tau, support.long(), entropy, largest, "triton", dead)
+
+
+def _dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: float,
+    where: CacheRules,
+    return_stats: bool,
+) -> Tensor | tuple[Tensor, AttentionStats]:
+    scores, beyond = dense_decode_scores(q, k, where)
+    p = entmax(scores, alpha)
+    values = v.to(scores.dtype).masked_fill(beyond[:, None, :, None], 0)
+    out = grouped_product(p, values).to(q.dtype)
+    if not return_stats:
+        return out
+    tau, support = (part.squeeze(-1) for part in threshold(scores, alpha))
+    return out, AttentionStats(tau, support, torch.special.entr(p).sum(-1), p.amax(-1), "reference")
+
+
+def dense_decode_scores(q: Tensor, k: Tensor, where: CacheRules) -> tuple[Tensor, Tensor]:
+    """The scores of every query with every key, -inf where it is hidden; and which keys hold no token (batch, room)."""
+    slopes, scale, scales, lengths, starts = where[:5]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    keys = torch.arange(k.shape[2], device=q.device)
+    end = torch.full(q.shape[:1], k.shape[2], device=q.device) if lengths is None else lengths.clamp_max(k.shape[2])
+    positions = end[:, None] - q.shape[2] + torch.arange(q.shape[2], device=q.device)  # (B, T)
+    beyond = keys >= end[:, None]
+    scores = grouped_product(q.to(dtype) * scale, k.to(dtype).transpose(-1, -2))
+    if scales is not None:
+        scores = scores * scales.to(dtype)[..., None]
+    if slopes is not None:
+        distance = (positions[:, None, :, None] - keys).abs().to(dtype)
+        scores = scores - slopes.to(dtype)[:, None, None] * distance
+    hidden = keys > positions[..., None]  # (B, T, keys)
+    if starts is not None:
+        hidden = hidden | (keys < starts[:, None, None])
+    return scores.masked_fill(hidden[:, None], -torch.inf), beyond
