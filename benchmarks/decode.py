@@ -1,0 +1,369 @@
+"""Microseconds of a decoding step on a GPU: exact entmax over a cache against softmax's flash decoding.
+
+One new token, bf16, 32 query heads over 8 key heads of 128. Workloads, keys in blocks of 128 tokens:
+
+    random   Gaussian q and k
+    topics4  every block has one of 4 topics, every query head wants one: its scores there are 10 higher
+    topics16 the same with 16 topics
+    nape     topics16, half of the query heads with ALiBi slopes 1/h
+
+A step of attention reads far more than it computes, so beside the time there is the traffic: bytes of K, V and of what
+the kernels write for themselves, and the floor, which is every key once (in reach of a slope) and the values of
+survivors. Calls run from a CUDA graph, over as many copies of the cache as exceed the L2 cache several times, and
+implementations take turns. `sdpa` is the best of torch's backends, with the heads of a group as heads or as queries.
+
+    python benchmarks/decode.py --lengths 8192 131072 --batches 1 --seconds 120
+    python benchmarks/decode.py --lengths 8192 --batches 1 --kinds random --profile --tune
+    TRITON_INTERPRET=1 python benchmarks/decode.py --device cpu --lengths 200 --dim 16    # whether it runs
+"""
+
+import argparse
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from longspan.results import Row, append_rows, provenance
+
+BLOCK = 128
+KINDS = ("random", "topics4", "topics16", "nape")
+AT_ONCE = 1 << 16  # keys that the dense helpers hold in float32
+Attend = Callable[["Cache"], Tensor]
+
+
+class Cache(NamedTuple):
+    """A decoding step's inputs."""
+
+    q: Tensor  # (batch, heads, 1, dim)
+    k: Tensor  # (batch, kv_heads, length, dim)
+    v: Tensor
+    norms: Tensor  # (batch, kv_heads, pages)
+
+
+class Sizes(NamedTuple):
+    heads: int
+    kv_heads: int
+    dim: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+def workload(kind: str, batch: int, length: int, sizes: Sizes, seed: int) -> Cache:
+    """Built a sequence at a time, in place, so that a million tokens times 8 fit."""
+    generator = torch.Generator(sizes.device).manual_seed(seed)
+    options: dict[str, Any] = {"device": sizes.device, "dtype": sizes.dtype, "generator": generator}
+    shape = batch, sizes.kv_heads, length, sizes.dim
+    q = torch.randn(batch, sizes.heads, 1, sizes.dim, **options)
+    k, v = torch.randn(shape, **options), torch.randn(shape, **options)
+    if kind != "random":
+        count = 4 if kind == "topics4" else 16
+        random = torch.randn(sizes.dim, sizes.dim, device=sizes.device, generator=generator)
+        directions = torch.linalg.qr(random)[0][:count] * (10 * math.sqrt(sizes.dim)) ** 0.5
+        draw = partial(torch.randint, count, device=sizes.device, generator=generator)
+        q += directions[draw(size=q.shape[:3])].to(q.dtype)
+        for item in k:
+            for head in item:
+                topic = draw(size=(math.ceil(length / BLOCK),)).repeat_interleave(BLOCK)[:length]
+                head += directions.to(k.dtype)[topic]
+    return Cache(q, k, v, page_norms(k))
+
+
+def page_norms(k: Tensor) -> Tensor:
+    heads = [torch.cat([part.float().norm(dim=-1) for part in head.split(AT_ONCE)]) for item in k for head in item]
+    norms = torch.stack(heads).view(k.shape[:3])
+    return pad(norms, (0, -k.shape[2] % 64)).unflatten(-1, (-1, 64)).amax(-1)
+
+
+def slopes_of(kind: str, sizes: Sizes) -> Tensor | None:
+    if kind != "nape":
+        return None
+    local = sizes.heads // 2
+    return torch.cat([1 / torch.arange(1, local + 1), torch.zeros(sizes.heads - local)]).to(sizes.device)
+
+
+def ours(slopes: Tensor | None, alpha: float) -> Attend:
+    from longspan import decode
+    from longspan.functional import PageSummary
+
+    def attend(cache: Cache) -> Tensor:
+        summary = None if slopes is None else PageSummary(cache.norms)
+        return decode(cache.q, cache.k, cache.v, alpha=alpha, slopes=slopes, summary=summary, impl="triton")
+
+    return attend
+
+
+def sdpa(backend: SDPBackend, folded: bool) -> Attend:
+    """Softmax, without slopes; `folded`: the heads that share keys as queries of one head, which no mask hides."""
+
+    def attend(cache: Cache) -> Tensor:
+        q, k, v = cache.q, cache.k, cache.v
+        with sdpa_kernel(backend):
+            if folded:
+                out = scaled_dot_product_attention(q.view(q.shape[0], k.shape[1], -1, q.shape[3]), k, v)
+                return out.view(q.shape)
+            return scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    return attend
+
+
+def flash_attn() -> Attend:
+    from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found]
+
+    return lambda cache: flash_attn_with_kvcache(*(tensor.transpose(1, 2) for tensor in cache[:3])).transpose(1, 2)
+
+
+def flashinfer() -> Attend:
+    from flashinfer import single_decode_with_kv_cache  # type: ignore[import-not-found]
+
+    def attend(cache: Cache) -> Tensor:
+        assert len(cache.q) == 1
+        return single_decode_with_kv_cache(cache.q[0, :, 0], cache.k[0], cache.v[0], kv_layout="HND")[None, :, None]
+
+    return attend
+
+
+def peers(wanted: list[str], device: torch.device) -> dict[str, Attend]:
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    if device.type == "cpu":
+        backends = {"flash": SDPBackend.MATH}
+    found: dict[str, Attend] = {}
+    for name in wanted:
+        if name in backends:
+            found[f"sdpa {name}"] = sdpa(backends[name], False)
+            found[f"sdpa {name} folded"] = sdpa(backends[name], True)
+    for name, importer in (("flash_attn", flash_attn), ("flashinfer", flashinfer)):
+        if name in wanted:
+            try:
+                found[name] = importer()
+            except ImportError as error:
+                print(f"{name} is left out: {error}")
+    return found
+
+
+def runner(attend: Attend, caches: list[Cache], rounds_of_copies: int) -> Callable[[], float]:
+    """A function that runs the step over every copy and says the microseconds of one; raises if the step fails."""
+    for cache in caches[:2]:
+        attend(cache)
+    steps = len(caches) * rounds_of_copies
+    if caches[0].q.device.type == "cpu":
+
+        def by_clock() -> float:
+            begun = time.perf_counter()
+            for cache in caches:
+                attend(cache)
+            return (time.perf_counter() - begun) * 1e6 / len(caches)
+
+        return by_clock
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds_of_copies):
+            for cache in caches:
+                attend(cache)
+    graph.replay()
+
+    def by_events() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e3 / steps
+
+    return by_events
+
+
+def measure(attend: dict[str, Attend], caches: list[Cache], rounds: int) -> dict[str, float]:
+    """The median microseconds of a step; those that fail are left out."""
+    step_bytes = sum(tensor.nbytes for tensor in caches[0][1:3])
+    repeats = max(1, min(20, int(4e9 / step_bytes / len(caches))))  # a few milliseconds a replay
+    runners: dict[str, Callable[[], float]] = {}
+    for name, function in attend.items():
+        try:
+            runners[name] = runner(function, caches, repeats)
+        except Exception as error:  # a peer that cannot run this cell leaves the others alone
+            print(f"  {name}: {(str(error).splitlines() or [type(error).__name__])[0][:150]}")
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    for _ in range(rounds):
+        for name, run in runners.items():
+            times[name].append(run())
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def traffic(cache: Cache, slopes: Tensor | None, alpha: float) -> Row:
+    """Bytes that a step of ours reads and writes, from what it did; and its survivors."""
+    from longspan.kernels.decode_ops import Decoded, decode_attention
+
+    norms = None if slopes is None else cache.norms
+    scale = cache.q.shape[3] ** -0.5
+    made = Decoded(
+        *decode_attention(cache.q, cache.k, cache.v, slopes, None, None, None, None, norms, alpha, scale, True)
+    )
+    pages = int((made.tops > -torch.inf).any(2).sum())
+    values = survivors(cache, made.maximum - made.height, slopes, alpha) if alpha > 1 else cache.k[..., 0].numel()
+    width = cache.q.element_size() * cache.q.shape[3]
+    rows = made.maximum.shape[2]
+    return {
+        "key_bytes": pages * 64 * width,
+        "value_bytes": values * width,
+        "scratch_bytes": pages * 64 * rows * 4,
+        "summary_bytes": 0 if norms is None else norms.nbytes,
+        "dense_bytes": cache.k.nbytes + cache.v.nbytes,
+        "support": float(made.support.mean()),
+        "pages_unread": 1 - pages / made.tops[:, :, 0].numel(),
+    }
+
+
+def survivors(cache: Cache, tau: Tensor, slopes: Tensor | None, alpha: float) -> int:
+    """Keys that at least one query head of their group keeps, over all key heads."""
+    count, (batch, kv_heads, length, dim) = 0, cache.k.shape
+    group = cache.q.shape[1] // kv_heads
+    for item, head in itertools.product(range(batch), range(kv_heads)):
+        own = slice(head * group, (head + 1) * group)
+        q = cache.q[item, own, 0].float() * (dim**-0.5 * (alpha - 1))
+        for begin in range(0, length, AT_ONCE):
+            z = q @ cache.k[item, head, begin : begin + AT_ONCE].float().mT
+            if slopes is not None:
+                distance = length - 1 - torch.arange(begin, begin + z.shape[1], device=z.device)
+                z -= (alpha - 1) * slopes[own, None] * distance
+            count += int((z > tau[item, head][:, None]).any(0).sum())
+    return count
+
+
+def error_of(cache: Cache, slopes: Tensor | None, alpha: float) -> float:
+    """The largest difference from the dense float32 computation, in the first sequence and the first key head."""
+    from longspan import decode
+
+    group = cache.q.shape[1] // cache.k.shape[1]
+    first = [tensor[:1, :heads].float() for tensor, heads in zip(cache[:3], (group, 1, 1), strict=True)]
+    own = None if slopes is None else slopes[:group]
+    exact = decode(first[0], first[1], first[2], alpha=alpha, slopes=own, impl="reference")
+    return float((ours(slopes, alpha)(cache)[:1, :group].float() - exact).abs().max())
+
+
+def profile(attend: Attend, caches: list[Cache]) -> dict[str, float]:
+    """Microseconds of every kernel of a step."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as recorded
+
+    with recorded(activities=[ProfilerActivity.CUDA]) as record:
+        for cache in caches * max(1, 10 // len(caches)):
+            attend(cache)
+        torch.cuda.synchronize()
+    return {event.key: event.self_device_time_total / event.count for event in record.key_averages()}
+
+
+def tuned(attend: Attend, caches: list[Cache], rounds: int) -> Iterator[Row]:
+    """Times under other launches of the two kernels that read the cache."""
+    from longspan.kernels import decode_ops
+
+    launches = [
+        decode_ops.Launch(programs, warps, stages)
+        for programs, warps, stages in itertools.product((4, 8, 16), (2, 4, 8), (2, 3, 4))
+    ]
+    for name in ("SCORE", "VALUE"):
+        usual = getattr(decode_ops, name)
+        for launch in launches:
+            setattr(decode_ops, name, launch)
+            time_of = measure({"ours": attend}, caches, rounds).get("ours", math.nan)
+            yield {"kernel": name.lower(), **launch._asdict(), "microseconds": time_of}
+        setattr(decode_ops, name, usual)
+
+
+def copies_for(length: int, batch: int, sizes: Sizes, kind: str) -> list[Cache]:
+    """Caches that together exceed the L2 cache several times."""
+    width = 2 * torch.finfo(sizes.dtype).bits // 8
+    one = batch * sizes.kv_heads * length * sizes.dim * width
+    count = 1 if sizes.device.type == "cpu" else max(1, min(16, math.ceil(4e8 / one)))
+    return [workload(kind, batch, length, sizes, seed) for seed in range(count)]
+
+
+def arguments_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1 << 13, 1 << 15, 1 << 17, 1 << 20])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--alphas", nargs="+", type=float, default=[1.5])
+    parser.add_argument("--heads", nargs=2, type=int, default=[32, 8], help="Query heads and key heads.")
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--peers", nargs="*", default=["flash", "cudnn", "flash_attn", "flashinfer"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="Start no new case after so long.")
+    parser.add_argument("--profile", action="store_true", help="Also the time of every kernel.")
+    parser.add_argument("--tune", action="store_true", help="Also the times under other launches.")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode.jsonl"))
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = arguments_of()
+    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    sizes = Sizes(arguments.heads[0], arguments.heads[1], arguments.dim, torch.device(arguments.device), dtype)
+    origin, begun = provenance(arguments.device), time.monotonic()
+    others = peers(arguments.peers, sizes.device)
+    print(
+        f"{'batch':>5} {'length':>8} {'kind':9} {'':20} {'us':>9} {'x best sdpa':>11} {'TB/s':>6} {'of the floor':>12}"
+    )
+    for length, batch, kind in itertools.product(arguments.lengths, arguments.batches, arguments.kinds):
+        if time.monotonic() - begun > arguments.seconds:
+            print("out of time: the rest is left out")
+            return
+        caches, slopes = copies_for(length, batch, sizes, kind), slopes_of(kind, sizes)
+        attend = {
+            f"entmax {alpha:g}" if alpha > 1 else "softmax, ours": ours(slopes, alpha) for alpha in arguments.alphas
+        }
+        times = measure(attend | others, caches, arguments.rounds)
+        best = min((times[name] for name in times if name.startswith("sdpa")), default=math.nan)
+        case: Row = {"batch": batch, "length": length, "kind": kind, **sizes_row(sizes)}
+        for name, microseconds in times.items():
+            row = case | {"name": name, "microseconds": microseconds, "times_best_sdpa": best / microseconds}
+            rate, share = "", ""
+            if name in attend:
+                alpha = 1.0 if name == "softmax, ours" else float(name.split()[1])
+                row |= traffic(caches[0], slopes, alpha)
+                moved = row["key_bytes"] + row["value_bytes"] + row["scratch_bytes"] + row["summary_bytes"]
+                row["terabytes_per_second"] = moved / microseconds / 1e6
+                rate = f"{row['terabytes_per_second']:.2f}"
+                share = f"{moved / (row['key_bytes'] + row['value_bytes']):.3f}"
+                if length <= 1 << 17:
+                    row["error"] = error_of(caches[0], slopes, alpha)
+            else:
+                row["terabytes_per_second"] = sum(t.nbytes for t in caches[0][1:3]) / microseconds / 1e6
+                rate = f"{row['terabytes_per_second']:.2f}"
+            append_rows(arguments.out, [row | origin])
+            print(
+                f"{batch:5} {length:8} {kind:9} {name:20} {microseconds:9.1f} {best / microseconds:11.2f} "
+                f"{rate:>6} {share:>12}",
+                flush=True,
+            )
+        main_one = next(iter(attend.values()))
+        if arguments.profile and sizes.device.type == "cuda":
+            kernels = profile(main_one, caches)
+            append_rows(arguments.out, [case | {"name": "kernels", "kernel_microseconds": kernels} | origin])
+            for kernel, microseconds in kernels.items():
+                print(f"  {kernel[:60]:60} {microseconds:9.1f}")
+        if arguments.tune:
+            for row in tuned(main_one, caches, 1):
+                if time.monotonic() - begun > arguments.seconds:
+                    break
+                append_rows(arguments.out, [case | {"name": "launch"} | row | origin])
+                print("  " + " ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        del caches
+
+
+def sizes_row(sizes: Sizes) -> Row:
+    return {"heads": sizes.heads, "kv_heads": sizes.kv_heads, "dim": sizes.dim, "dtype": str(sizes.dtype)}
+
+
+if __name__ == "__main__":
+    main()
