@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from longspan.nn import METHODS, POSITIONS, Adaptive, Attention, Entmax, RoPE, TopK, exponential_slopes, linear_slopes
 from longspan.nn.decoder import AttentionConfig, Block, Decoder, DecoderConfig, attention_of
+from longspan.nn.norm import HeadNorm
 from longspan.paper.recipes import recipe
 
 Kind = TypeVar("Kind", bound=nn.Module)
@@ -167,6 +168,17 @@ def _rope(**options: object) -> RoPE:
     return position
 
 
+def _head_norm(**options: object) -> HeadNorm:
+    norm = _attention(qk_norm=True, **options).key_norm
+    assert isinstance(norm, HeadNorm)
+    return norm
+
+
+def _gamma(scaler: Adaptive) -> torch.Tensor:
+    assert isinstance(scaler.gamma, nn.Linear)
+    return scaler.gamma_range * scaler.gamma(torch.randn(32)).tanh()[0].detach()
+
+
 OPTIONS: dict[str, Callable[[], bool]] = {
     "alpha": lambda: _normalizer(Entmax, method="entmax", alpha=1.75).fixed == 1.75,
     "alpha-learned": lambda: _normalizer(Entmax, method="sentmax", alpha="learned").logit is not None,
@@ -177,6 +189,7 @@ OPTIONS: dict[str, Callable[[], bool]] = {
     "gamma_range": lambda: _scaler(gamma_range=3.0).gamma_range == 3.0,
     "initial_beta-safe": lambda: not _scaler(initial_beta=0.05).beta.weight.any(),
     "initial_beta-none": lambda: bool(_scaler(initial_beta=None).beta.weight.all()),
+    "initial_gamma": lambda: abs(float(_gamma(_scaler(initial_gamma=1.0))) - 1) < 1e-6,
     "slopes-linear": lambda: _slopes(position="alibi") == linear_slopes(4).tolist(),
     "slopes-exponential": lambda: _slopes(position="alibi", slopes="exponential") == exponential_slopes(4).tolist(),
     "slopes-nape": lambda: _slopes(slopes="exponential") == [*exponential_slopes(2).tolist(), 0, 0],
@@ -184,6 +197,8 @@ OPTIONS: dict[str, Callable[[], bool]] = {
     "rope_factor-none": lambda: _rope().scaling is None,
     "rope_factor": lambda: _rope(rope_factor=16.0, rope_original_length=128).scaling == (16.0, 128, 1.0, 4.0),
     "qk_norm": lambda: isinstance(_attention(qk_norm=True).query_norm, nn.RMSNorm),
+    "qk_gain": lambda: set(_head_norm(qk_gain=0.5).weight.tolist()) == {0.5},
+    "qk_noise": lambda: _head_norm(qk_noise=0.25).noise == 0.25,
     "qk_norm-off": lambda: isinstance(_attention().key_norm, nn.Identity),
 }
 
@@ -207,9 +222,21 @@ def test_an_option_reaches_its_part(option: str) -> None:
         ({"alpha": 0.5}, "alpha must be between"),
         ({"method": "topk", "top_k": 0}, "at least 1"),
         ({"initial_beta": 0.0}, "initial_beta must be positive"),
+        ({"initial_gamma": 2.0}, "initial_gamma must be within"),
+        ({"qk_noise": 0.5}, "needs qk_norm"),
     ],
-    ids=["method", "position", "alpha", "top_k", "initial_beta"],
+    ids=["method", "position", "alpha", "top_k", "initial_beta", "initial_gamma", "qk_noise"],
 )
 def test_a_wrong_option_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _attention(**options)
+
+
+def test_noise_is_for_training_and_for_the_heads_that_are_scaled() -> None:
+    norm = _head_norm(qk_noise=0.5, qk_gain=2.0)  # NAPE: the last two of four heads
+    heads = torch.randn(3, 4, 200, 8)
+    clean = norm.eval()(heads)
+    torch.testing.assert_close(clean.square().mean(-1).sqrt(), torch.full((3, 4, 200), 2.0), rtol=1e-4, atol=0)
+    noise = (norm.train()(heads) - clean).detach()
+    assert not noise[:, :2].any()
+    assert float(noise[:, 2:].std()) == pytest.approx(0.5 * 2.0, rel=0.05)

@@ -93,6 +93,26 @@ def test_the_average_of_the_weights() -> None:
         assert not torch.equal(found, live)
 
 
+def test_noise_depends_on_the_seed_and_the_step_alone() -> None:
+    attention = replace(TINY.model.attention, qk_norm=True, qk_noise=0.5)
+    config = tiny(model=replace(TINY.model, attention=attention))
+    whole, first, second = Trainer(config), Trainer(config), Trainer(config)
+    for _ in range(4):
+        whole.advance()
+    for _ in range(2):
+        first.advance()
+    second.restore(first.checkpoint())
+    torch.manual_seed(99)
+    for _ in range(2):
+        second.advance()
+    assert all(map(torch.equal, whole.model.parameters(), second.model.parameters()))
+    quiet = Trainer(tiny(model=replace(config.model, attention=replace(attention, qk_noise=0.0))))
+    noisy = Trainer(config)
+    for trainer in (quiet, noisy):
+        trainer.advance()
+    assert quiet.metrics().loss != pytest.approx(noisy.metrics().loss)
+
+
 def test_without_an_average_the_weights_themselves_are_measured() -> None:
     trainer = Trainer(tiny(average=None))
     trainer.advance()

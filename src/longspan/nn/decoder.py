@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from longspan.nn.attention import Attention
 from longspan.nn.cache import KVCache
 from longspan.nn.methods import build_attention
-from longspan.nn.norm import RMSNorm
+from longspan.nn.norm import HeadNorm, RMSNorm
 from longspan.nn.normalizers import Entmax, Normalizer, TopK
 from longspan.nn.positions import (
     NAPE,
@@ -19,6 +19,7 @@ from longspan.nn.positions import (
     RoPE,
     exponential_slopes,
     linear_slopes,
+    position_named,
 )
 from longspan.nn.scalers import Adaptive, Scaler
 
@@ -35,11 +36,14 @@ class AttentionConfig:
     delta: float = 1.0
     gamma_range: float = 2.0
     initial_beta: float | None = 0.05
+    initial_gamma: float = 0.0
     slopes: Literal["linear", "exponential"] = "linear"
     rope_base: float = 10_000.0
     rope_factor: float | None = None  # LLaMA-3 scaling
     rope_original_length: int = 64
     qk_norm: bool = False
+    qk_gain: float = 1.0  # where the weights of the norms of q and k start
+    qk_noise: float = 0.0  # on normalised q and k of the heads that a scaler may scale, in training
 
 
 @dataclass(frozen=True)
@@ -120,19 +124,33 @@ def attention_of(config: AttentionConfig, dim: int, heads: int) -> Attention:
         normalizer = TopK(k=config.top_k) if fraction is None else TopK(fraction=fraction)
     scaler: Scaler | None = None
     if config.method in ("assmax", "asentmax"):
-        scaler = Adaptive(dim, heads, config.delta, config.gamma_range, initial_beta=config.initial_beta)
+        scaler = Adaptive(
+            dim,
+            heads,
+            config.delta,
+            config.gamma_range,
+            initial_beta=config.initial_beta,
+            initial_gamma=config.initial_gamma,
+        )
+    position = _position_of(config, heads, dim // heads)
+    norms: dict[str, Any] = {}
+    if config.qk_norm:
+        for name in ("query_norm", "key_norm"):
+            norms[name] = HeadNorm(dim // heads, position.scaled, config.qk_gain, config.qk_noise)
+    elif config.qk_noise:
+        raise ValueError("qk_noise is measured in units of normalised queries and keys: it needs qk_norm")
     return build_attention(
         config.method,
         dim,
         heads,
         normalizer=normalizer,
         scaler=scaler,
-        position=_position_of(config, heads, dim // heads),
-        qk_norm=config.qk_norm,
+        position=position,
+        **norms,
     )
 
 
-def _position_of(config: AttentionConfig, heads: int, head_dim: int) -> Position | str:
+def _position_of(config: AttentionConfig, heads: int, head_dim: int) -> Position:
     slopes = {"linear": linear_slopes, "exponential": exponential_slopes}[config.slopes]
     if config.position == "alibi":
         return ALiBi(heads, head_dim, slopes)
@@ -142,4 +160,4 @@ def _position_of(config: AttentionConfig, heads: int, head_dim: int) -> Position
         factor = config.rope_factor
         scaling = None if factor is None else LlamaScaling(factor, config.rope_original_length)
         return RoPE(heads, head_dim, config.rope_base, scaling)
-    return config.position
+    return position_named(config.position, heads, head_dim)

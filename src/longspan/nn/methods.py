@@ -7,7 +7,7 @@ from typing import Any
 from longspan.nn.attention import Attention, width_of_head
 from longspan.nn.norm import RMSNorm
 from longspan.nn.normalizers import AdaptiveTemperature, Entmax, Normalizer, Softmax, StickBreaking, TopK
-from longspan.nn.positions import POSITIONS, Position
+from longspan.nn.positions import Position, position_named
 from longspan.nn.scalers import Adaptive, NoScale, Scalable, Scaler, SSMax
 
 
@@ -82,9 +82,7 @@ def build_attention(
     head_dim = width_of_head(dim, num_heads) if head_dim is None else head_dim
     position = parts.position if position is None else position
     if isinstance(position, str):
-        if position not in POSITIONS:
-            raise ValueError(f"unknown position {position!r}; there are {', '.join(POSITIONS)}")
-        position = POSITIONS[position](num_heads, head_dim)
+        position = position_named(position, num_heads, head_dim)
     if qk_norm:
         options |= {"query_norm": RMSNorm(head_dim), "key_norm": RMSNorm(head_dim)}
     return Attention(

@@ -122,3 +122,10 @@ POSITIONS: dict[str, Callable[[int, int], Position]] = {
     "nape": NAPE,
     "rope": RoPE,
 }
+
+
+def position_named(name: str, num_heads: int, head_dim: int) -> Position:
+    """The position of that name, with its defaults."""
+    if name not in POSITIONS:
+        raise ValueError(f"unknown position {name!r}; there are {', '.join(POSITIONS)}")
+    return POSITIONS[name](num_heads, head_dim)

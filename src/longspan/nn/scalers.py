@@ -61,9 +61,10 @@ class Adaptive(Scaler):
     Args:
         delta, gamma_range: the paper's delta and s.
         gamma: a number fixes gamma for every query, as in the paper's Max Retrieval rows; None learns it.
-        initial_beta: beta at the start, for every query: the projections start at zero, so that the scale starts at
-            delta + initial_beta. None draws them like any linear layer, as the released code does; there the scale
-            starts anywhere from 1 to 20, and training often does not recover.
+        initial_beta, initial_gamma: beta and gamma at the start, for every query: the projections start at zero.
+            None for beta draws both like any linear layer, as the released code does; there the scale starts anywhere
+            from 1 to 20, and training often does not recover. Training at short lengths says little about gamma, so
+            where it starts decides how the scale grows beyond them.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Adaptive(Scaler):
         gamma_range: float = 2.0,
         gamma: float | None = None,
         initial_beta: float | None = 0.05,
+        initial_gamma: float = 0.0,
     ):
         super().__init__()
         self.delta, self.gamma_range = delta, gamma_range
@@ -82,11 +84,13 @@ class Adaptive(Scaler):
         if initial_beta is not None:
             if not initial_beta > 0:
                 raise ValueError(f"initial_beta must be positive, got {initial_beta}")
+            if not abs(initial_gamma) < gamma_range:
+                raise ValueError(f"initial_gamma must be within +-{gamma_range}, the gamma_range, got {initial_gamma}")
             nn.init.zeros_(self.beta.weight)
             nn.init.constant_(self.beta.bias, math.log(math.expm1(initial_beta)))  # softplus's inverse
             if isinstance(self.gamma, nn.Linear):
                 nn.init.zeros_(self.gamma.weight)
-                nn.init.zeros_(self.gamma.bias)
+                nn.init.constant_(self.gamma.bias, math.atanh(initial_gamma / gamma_range))
 
     def forward(self, x: Tensor, n: Tensor) -> Tensor:
         log_n = log_length(n, x)[..., None]  # (B, T, 1)

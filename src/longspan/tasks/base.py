@@ -26,13 +26,13 @@ from torch import Tensor
 
 Device = torch.device | str
 Metric = Literal["exact_match", "accuracy"]
-Purpose = Literal["train", "validation", "test"]
+Purpose = Literal["train", "validation", "test", "noise"]
 
 BOS, SEP, EOS = 0, 1, 2
 SPECIAL = ("BOS", "SEP", "EOS")
 FIRST_SYMBOL = len(SPECIAL)
 
-PURPOSES: tuple[Purpose, ...] = ("train", "validation", "test")
+PURPOSES: tuple[Purpose, ...] = ("train", "validation", "test", "noise")
 
 
 class Batch(NamedTuple):

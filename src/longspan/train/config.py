@@ -12,6 +12,8 @@ from longspan.nn.decoder import AttentionConfig, DecoderConfig
 
 Config = TypeVar("Config")
 
+_YOUNGER = {"initial_gamma": 0.0, "qk_gain": 1.0, "qk_noise": 0.0}  # fields of attention, and what they were before
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -65,7 +67,8 @@ def from_json(cls: type[Config], data: dict[str, Any]) -> Config:
 def fingerprint(config: RunConfig) -> str:
     """Twelve hex digits that two runs share exactly when they train the same way from the same seed.
 
-    How often a run logs, saves and is measured is left out.
+    How often a run logs, saves and is measured is left out, and so are fields younger than the first published results
+    where they change nothing.
     """
     watched = {"name", "log_every", "save_every"}
     typed = from_json(RunConfig, to_json(config))  # a learning rate of 1 is one of 1.0
@@ -74,6 +77,10 @@ def fingerprint(config: RunConfig) -> str:
         for key, value in to_json(typed).items()
         if key not in watched and not key.startswith(("validate_", "test_"))
     }
+    attention = fields["model"]["attention"]
+    for name, nothing in _YOUNGER.items():
+        if attention[name] == nothing:
+            del attention[name]
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 

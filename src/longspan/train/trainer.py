@@ -66,6 +66,8 @@ class Trainer:
     def advance(self) -> None:
         """Take one step."""
         length, batch = self._batch()
+        if self.config.model.attention.qk_noise:
+            torch.manual_seed(stream_seed("noise", self.config.seed, self.step))
         self.optimizer.rate.fill_(learning_rate(self.step, self.config))
         if self.device.type == "cuda":
             self._update_from_graph(length, batch)
