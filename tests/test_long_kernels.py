@@ -105,7 +105,9 @@ def assert_as_close_as_plain_torch(call: dict[str, Any], slack: float = 1.0) -> 
     for key, value in exact.items():
         error = (found[key].double() - value).abs().max()
         size = max(1.0, float(value.abs().max()), float(weigh.get(key, value).detach().abs().max()))
-        tolerance = 3 * (dense[key].double() - value).abs().max() + rounding * size
+        # The hardware's exponentials are good to 2^-22, torch's to 2^-23.
+        factor = 4 if dtype == torch.float32 else 3
+        tolerance = factor * (dense[key].double() - value).abs().max() + rounding * size
         assert error <= tolerance, f"{key}: {error:.3g} > {tolerance:.3g}"
 
 
@@ -119,6 +121,17 @@ def test_as_close_to_the_oracle_as_plain_torch(name: str, dtype: torch.dtype, de
 @pytest.mark.parametrize("name", LARGE)
 def test_long_rows_are_as_close_as_plain_torch(name: str, dtype: torch.dtype, device: torch.device) -> None:
     assert_as_close_as_plain_torch(made(LARGE[name], dtype, device))
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_alpha_4_on_long_rows_is_as_good_as_its_threshold(dtype: torch.dtype, device: torch.device) -> None:
+    """A weight is the cube root of its distance to the threshold, so the threshold's last digit is worth 0.02 of it."""
+    call = made(square(1500, heads=2, alpha=4.0), dtype, device)
+    exact, found = oracle(in_float64(call)), ours(call)
+    for key in ("out", "v"):
+        error = (found[key].double() - exact[key]).abs().max()
+        assert error <= 0.02 * exact[key].abs().max(), f"{key}: {error:.3g} of {exact[key].abs().max():.3g}"
 
 
 @settings(max_examples=12, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes

@@ -135,6 +135,10 @@ def _largest_norms(k: Tensor) -> Tensor:
     return torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).amax(-1)
 
 
+def _kind(q: Tensor, alpha: float) -> int:
+    return kind_of(alpha, fine=q.dtype == torch.float32)
+
+
 class Stats(NamedTuple):
     """Per query row, each (batch, heads, time), and per head the share of the visible tiles without a survivor."""
 
@@ -188,7 +192,7 @@ def _precision(alpha: float, dtype: torch.dtype, stats: bool) -> tuple[float, fl
         return (2e-6 if alpha > 2 else 1e-3), 1.0
     coarse = dtype == torch.bfloat16
     if alpha > 2:
-        return (0.02 if coarse else 3e-4), 1.0
+        return (0.02 if coarse else 1e-5), 1.0
     if alpha != 1.5:
         return (0.05 if coarse else 0.02), 1.0
     return (0.45, 1.01) if coarse else (0.05, 1.0005)
@@ -225,7 +229,7 @@ def long_attention(
     slope = torch.empty_like(made.maximum)  # of the norm in the height
     norms = None if slopes is None else _largest_norms(k)
     survey_kind, survey_r = survey_power(alpha)
-    kind, mask_all, block_dv = kind_of(alpha), constants.pop("MASK_ALL"), constants.pop("BLOCK_DV")
+    kind, mask_all, block_dv = _kind(q, alpha), constants.pop("MASK_ALL"), constants.pop("BLOCK_DV")
     survey_kernel[grid](
         q, k, made.maximum, made.height, slope, made.tiles, made.counts, slopes, lengths, documents, ranges, norms,
         a, survey_r, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
@@ -274,7 +278,7 @@ def long_attention_backward(
     if documents is not None:
         ranges = _document_ranges(q, k, documents, blocks)
     a, r = powers_of(alpha)
-    kind = kind_of(alpha)
+    kind = _kind(q, alpha)
     sizes = heads, heads // kv_heads, time, key_time, q.shape[3], v.shape[3], rows, keys
     strides = *q.stride(), *k.stride(), *v.stride(), *d_out.stride()
     query_kernel[(rows * batch * heads,)](

@@ -41,7 +41,7 @@ def entmax_rows(scores: Tensor, alpha: float) -> Tensor:
     at_once = max(1, 1024 // block)
     rows_kernel[(triton.cdiv(rows, at_once),)](
         scores, weights, *powers_of(alpha), rows, length,
-        KIND=kind_of(alpha), M=at_once, BLOCK=block, num_warps=min(16, max(1, block * at_once // 512)),
+        KIND=kind_of(alpha, fine=True), M=at_once, BLOCK=block, num_warps=min(16, max(1, block * at_once // 512)),
     )  # fmt: skip
     return weights
 

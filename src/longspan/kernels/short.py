@@ -128,7 +128,7 @@ def _constants(
 ) -> dict[str, Any]:  # fmt: skip
     """What the kernels are compiled for, but for the sizes of their blocks."""
     return {
-        "KIND": kind_of(alpha),
+        "KIND": kind_of(alpha, fine=q.dtype == torch.float32),
         "CAUSAL": causal,
         "SLOPES": slopes is not None,
         "LENGTHS": lengths is not None,

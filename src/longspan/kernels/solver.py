@@ -22,17 +22,20 @@ def powers_of(alpha: float) -> tuple[float, float]:
     return a, 1 / a if a else 0.0
 
 
-SOFTMAX, GENERAL = 0, -1
+SOFTMAX, GENERAL, FINE = 0, -1, -2
 _MOST = 24  # above r = 12 a power takes more multiplications than its logarithm
 
 
-def kind_of(alpha: float) -> int:
-    """2r where that is a whole number, so that powers are products and roots: 4 for alpha 1.5, 2 for 2, 8 for 1.25."""
+def kind_of(alpha: float, fine: bool = False) -> int:
+    """2r where that is a whole number, so that powers are products and roots: 4 for alpha 1.5, 2 for 2, 8 for 1.25.
+
+    Else by logarithms, as good as float32 has them if `fine`.
+    """
     if alpha == 1:
         return SOFTMAX
     twice = 2 / (alpha - 1)
     whole = round(twice)
-    return whole if 1 <= whole <= _MOST and abs(twice - whole) < 1e-9 * whole else GENERAL
+    return whole if 1 <= whole <= _MOST and abs(twice - whole) < 1e-9 * whole else FINE if fine else GENERAL
 
 
 def survey_power(alpha: float) -> tuple[int, float]:
@@ -106,6 +109,8 @@ def weights_and_gains(z, maximum, height, r, KIND: tl.constexpr):
 @triton.jit
 def gains(u, r, KIND: tl.constexpr):
     """``u ^ (r - 1)`` where u > 0, with r = 1/a: the gain of a weight ``u ^ r`` in its own score."""
+    if KIND == -2:
+        return tl.where(u > 0, tl.exp2((r - 1.0) * tl.log2(tl.maximum(u, 1e-37))), 0.0)
     if KIND == -1:
         return tl.where(u > 0, tl.exp2((r - 1.0) * logarithm(tl.maximum(u, 1e-37))), 0.0)
     if KIND == 1:
