@@ -25,6 +25,26 @@ class PageSummary(NamedTuple):
 
     norms: Tensor
 
+    def first(self, keys: int) -> "PageSummary":
+        """That of the pages of the first so many keys."""
+        return PageSummary(self.norms[:, :, : -(-keys // PAGE)])
+
+
+@torch.no_grad()
+def extended_summary(summary: PageSummary | None, new: Tensor, begin: int, room: int) -> PageSummary:
+    """The summary of a cache with room for `room` keys after the keys `new` (batch, kv_heads, time, dim) came to stand
+    from place `begin` on: earlier ones are not read again. `summary` may be changed in place."""
+    pages = -(-room // PAGE)
+    norms = new.new_zeros(*new.shape[:2], pages, dtype=torch.float32)
+    if summary is not None and summary.norms.shape == norms.shape:
+        norms = summary.norms
+    elif summary is not None:
+        norms[:, :, : summary.norms.shape[2]] = summary.norms
+    page = torch.arange(begin, begin + new.shape[2], device=new.device) // PAGE
+    size = torch.linalg.vector_norm(new, dim=-1, dtype=torch.float32)
+    norms.scatter_reduce_(2, page.expand_as(size), size, "amax")
+    return PageSummary(norms)
+
 
 class CacheRules(NamedTuple):
     """Who sees whom, the bias and factors of a score, and where the keys lie; see `decode`."""
