@@ -206,7 +206,7 @@ def traffic(cache: Cache, slopes: Tensor | None, alpha: float) -> Row:
     norms = None if slopes is None else cache.norms
     scale = cache.q.shape[3] ** -0.5
     made = Decoded(
-        *decode_attention(cache.q, cache.k, cache.v, slopes, None, None, None, None, norms, alpha, scale, True)
+        *decode_attention(cache.q, cache.k, cache.v, slopes, *[None] * 4, norms, None, None, alpha, scale, True)
     )
     pages = int((made.tops > -torch.inf).any(2).sum())
     values = survivors(cache, made.maximum - made.height, slopes, alpha) if alpha > 1 else cache.k[..., 0].numel()

@@ -61,13 +61,18 @@ def test_a_reset_cache_is_a_new_one_in_the_same_memory() -> None:
 )
 @pytest.mark.parametrize("room", [0, 200], ids=["growing", "reserved"])
 def test_the_summary_bounds_every_page_however_the_keys_came(times: tuple[int, ...], room: int) -> None:
-    cache = KVCache(room)
+    cache = KVCache(room, boxes=True)
     for number, time in enumerate(times):
         k, _, _ = cache.append(keys(time, number), keys(time), None)
         summary = cache.summary()
         assert summary is not None
         norms = torch.nn.functional.pad(k.norm(dim=-1), (0, -k.shape[2] % PAGE)).unflatten(-1, (-1, PAGE)).amax(-1)
         torch.testing.assert_close(summary.norms, norms)
+        pages = k.split(PAGE, dim=2)
+        assert summary.low is not None
+        assert summary.high is not None
+        assert torch.equal(summary.low, torch.stack([page.amin(2) for page in pages], 2))
+        assert torch.equal(summary.high, torch.stack([page.amax(2) for page in pages], 2))
     assert sum(times) == len(cache)
 
 
@@ -105,16 +110,16 @@ def test_steps_over_many_keys_are_those_of_one_pass(method: str) -> None:
     torch.testing.assert_close(found, attention(x)[:, MANY_KEYS:], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("method", ["asentmax", "softmax"])
-def test_a_layer_decodes_by_the_kernels(method: str, device: torch.device) -> None:
+@pytest.mark.parametrize(("method", "boxes"), [("asentmax", True), ("softmax", False)])
+def test_a_layer_decodes_by_the_kernels(method: str, boxes: bool, device: torch.device) -> None:
     pytest.importorskip("triton")
     exact, x, starts = layer(method), inputs(100), torch.tensor([30, 0])
-    ours = layer(method, impl="triton").float().to(device)
-    outs = []
+    ours, outs = layer(method).float().to(device), []
     for attention, read in ((exact, x), (ours, x.float().to(device))):
-        cache = KVCache(starts=starts.to(read.device))
-        attention(read[:, :90], cache=cache)
-        outs.append(torch.cat([attention(part, cache=cache) for part in read[:, 90:].split([1, 4, 5], dim=1)], dim=1))
+        cache = KVCache(starts=starts.to(read.device), boxes=boxes)
+        attention(read[:, :97], cache=cache)
+        attention.impl = "triton" if attention is ours else "auto"
+        outs.append(torch.cat([attention(part, cache=cache) for part in read[:, 97:].split([1, 2], dim=1)], dim=1))
     torch.testing.assert_close(outs[1].double().cpu(), outs[0], rtol=0, atol=2e-5)
 
 

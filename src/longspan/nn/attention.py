@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from longspan.functional import attention, decode
 from longspan.functional.attention import check_rules
+from longspan.functional.decode import kernels_cannot
 from longspan.functional.reference import dense_attention
 from longspan.functional.scores import Rules, visible_tokens
 from longspan.kernels.pages import MANY_KEYS, MOST_QUERIES
@@ -155,8 +156,8 @@ class Attention(nn.Module):
             slopes=None if slopes is None else slopes / form.temperature,
             scale=self.scale / form.temperature,
             starts=None if cache.starts is None else cache.starts.to(q.device),
-            # Only a distance makes the norms of pages worth knowing.
-            summary=cache.summary() if slopes is not None and q.is_cuda else None,
+            # Only a distance makes the norms of pages worth knowing, and only kernels leave out pages.
+            summary=cache.summary() if (slopes is not None or cache.boxes) and kernels_cannot(q, v) is None else None,
             impl=self.impl,
         )
 

@@ -15,10 +15,14 @@ class KVCache:
             doubles.
         starts: (batch,), where every sequence begins: tokens before it are left padding, which the others do not see.
 
+        boxes: whether the summary of its pages has boxes, by which keys may be left unread whatever the slopes. They
+            pay where a page's keys are alike.
+
     `reset` forgets the tokens and keeps the memory.
     """
 
-    def __init__(self, room: int = 0, starts: Tensor | None = None) -> None:
+    def __init__(self, room: int = 0, starts: Tensor | None = None, boxes: bool = False) -> None:
+        self.boxes = boxes
         self._k: Tensor | None = None
         self._v: Tensor | None = None
         self.reset(room, starts)
@@ -31,7 +35,7 @@ class KVCache:
         return self._starts
 
     def reset(self, room: int = 0, starts: Tensor | None = None) -> None:
-        """Forget every token; the arguments are the constructor's. The memory serves again if what comes next fits."""
+        """Forget every token; arguments as of the constructor. The memory serves again if what comes next fits it."""
         if room < 0:
             raise ValueError(f"room must not be negative, got {room}")
         if starts is not None and (starts.ndim != 1 or starts.is_floating_point()):
@@ -83,7 +87,7 @@ class KVCache:
         if self._k is None or not self._length:
             return None
         new = self._k[:, :, self._summarised : self._length]
-        self._summary = extended_summary(self._summary, new, self._summarised, self._k.shape[2])
+        self._summary = extended_summary(self._summary, new, self._summarised, self._k.shape[2], self.boxes)
         self._summarised = self._length
         return self._summary.first(self._length)
 
