@@ -133,12 +133,14 @@ def decode_attention(
             unit, scale, EPSILON, *q.stride(), *k.stride(), *norm_strides, *box_strides, table_stride, *sizes, blocks,
             PROBES=min(shape.rows, shape.tile, 8), CHUNK=BOXES_AT_ONCE, num_warps=4, num_stages=2, **scaled, **common,
         )  # fmt: skip
+    # The compiler shares the stages out among loads whose place hangs on another load: the list's, the table's.
+    stages = SCORE.stages * (1 + (norms is not None) + (table is not None))
     splits = shape.splits(SCORE, q.device, shape.pages)
     score_kernel[(splits, shape.batch * shape.kv_heads, shape.blocks)](
         q, k, scores, made.tops, lists, slopes, scales, lengths, starts, table, norms, bounds, floors,
         unit, scale, reach, *q.stride(), *k.stride(), *norm_strides, table_stride, *sizes, blocks, splits,
         NORMS=norms is not None, BOXES=low is not None, CHUNK=64,
-        num_warps=SCORE.warps, num_stages=SCORE.stages, **scaled, **common,
+        num_warps=SCORE.warps, num_stages=stages, **scaled, **common,
     )  # fmt: skip
     threshold_kernel[(lines,)](
         scores, made.tops, lists, made.maximum, made.height, lengths, starts, r, 1e-4 if alpha <= 2 else 2e-6,
@@ -153,7 +155,8 @@ def decode_attention(
     value_kernel[(splits, shape.batch * shape.kv_heads, shape.blocks)](
         v, scores, made.tops, lists, made.maximum, made.height, parts, sums, lengths, starts, table,
         r, reach, *v.stride(), table_stride, shape.kv_heads, time, shape.rows, v.shape[3], shape.pages, splits,
-        KIND=kind, STATS=stats, CHUNK=64, BLOCK_DV=block_dv, num_warps=VALUE.warps, num_stages=VALUE.stages, **common,
+        KIND=kind, STATS=stats, CHUNK=64, BLOCK_DV=block_dv,
+        num_warps=VALUE.warps * (1 + (shape.tile > 32)), num_stages=VALUE.stages, **common,
     )  # fmt: skip
     sum_kernel[(lines,)](
         parts, sums, made.height, made.support, made.entropy, made.out, *made.out.stride(),
