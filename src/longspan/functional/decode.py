@@ -14,6 +14,7 @@ from longspan.functional.threshold import alpha_range
 from longspan.kernels.pages import MOST_QUERIES, PAGE
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_MOST_PAIRS = (1 << 16) - 1  # of the second dim of a grid
 IMPLEMENTATIONS = ("reference", "triton")
 
 
@@ -166,6 +167,8 @@ def kernels_cannot(q: Tensor, v: Tensor) -> str | None:
         return f"it takes heads of at most 256 dims, got {max(q.shape[3], v.shape[3])}"
     if q.shape[2] > MOST_QUERIES:
         return f"it takes at most {MOST_QUERIES} queries, got {q.shape[2]}"
+    if q.shape[0] * v.shape[1] > _MOST_PAIRS:
+        return f"it takes at most {_MOST_PAIRS} sequences times key heads, got {q.shape[0]} times {v.shape[1]}"
     if 0 in q.shape or 0 in v.shape:
         return "there is nothing to compute"
     return None

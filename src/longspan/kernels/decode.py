@@ -158,7 +158,7 @@ def score_kernel(Q, K, Scores, Tops, Pages, Slopes, Scales, Lengths, Starts, Tab
                 bound = size[:, None] * tl.load(places, mask=there, other=0.0)[None, :]
                 if SLOPES:
                     bound -= nearness(pages, positions, slope)
-            alive = valid[:, None] & (bound > (floor - reach)[:, None])
+            alive = valid[:, None] & ((bound <= (floor - reach)[:, None]) == 0)  # NaN lives
             live = there & (tl.max(alive.to(tl.int32), 0) > 0)
             unread = valid[:, None] & (there & (live == 0))[None, :]
             tl.store(Tops + pages[None, :], tl.full([M, CHUNK], float("-inf"), tl.float32), mask=unread)
