@@ -54,7 +54,8 @@ def shape_of(q: Tensor, k: Tensor, table: Tensor | None) -> Shape:
     kv_heads = k.shape[1]
     pages = triton.cdiv(k.shape[2], PAGE) if table is None else table.shape[1]
     rows = heads // kv_heads * queries
-    tile = min(MOST_ROWS, padded(rows))
+    wide = q.shape[3] * q.element_size() > 512  # a tile beside its pages would not fit the shared memory
+    tile = min(MOST_ROWS // (1 + wide), padded(rows))
     return Shape(batch, heads, queries, kv_heads, pages, rows, tile, triton.cdiv(rows, tile))
 
 
