@@ -6,6 +6,7 @@ One new token, bf16, 32 query heads over 8 key heads of 128. Workloads, keys in 
     topics4  every block has one of 4 topics, every query head wants one: its scores there are 10 higher
     topics16 the same with 16 topics
     nape     topics16, half of the query heads with ALiBi slopes 1/h
+    alike    topics16, and apart from its topic a key is smaller: boxes around pages exclude some (with --boxes)
 
 A step of attention reads far more than it computes, so beside the time there is the traffic: bytes of K, V and of what
 the kernels write for themselves, and the floor, which is every key once (in reach of a slope) and the values of
@@ -30,12 +31,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
+from longspan import decode
+from longspan.functional import PageSummary
+from longspan.functional.decode import extended_summary
 from longspan.results import Row, append_rows, provenance
 
 BLOCK = 128
-KINDS = ("random", "topics4", "topics16", "nape")
+KINDS = ("random", "topics4", "topics16", "nape", "alike")
 AT_ONCE = 1 << 16  # keys that the dense helpers hold in float32
 Attend = Callable[["Cache"], Tensor]
 
@@ -46,7 +50,7 @@ class Cache(NamedTuple):
     q: Tensor  # (batch, heads, 1, dim)
     k: Tensor  # (batch, kv_heads, length, dim)
     v: Tensor
-    norms: Tensor  # (batch, kv_heads, pages)
+    summary: PageSummary
 
 
 class Sizes(NamedTuple):
@@ -64,6 +68,8 @@ def workload(kind: str, batch: int, length: int, sizes: Sizes, seed: int) -> Cac
     shape = batch, sizes.kv_heads, length, sizes.dim
     q = torch.randn(batch, sizes.heads, 1, sizes.dim, **options)
     k, v = torch.randn(shape, **options), torch.randn(shape, **options)
+    if kind == "alike":
+        k *= 0.2
     if kind != "random":
         count = 4 if kind == "topics4" else 16
         random = torch.randn(sizes.dim, sizes.dim, device=sizes.device, generator=generator)
@@ -74,13 +80,22 @@ def workload(kind: str, batch: int, length: int, sizes: Sizes, seed: int) -> Cac
             for head in item:
                 topic = draw(size=(math.ceil(length / BLOCK),)).repeat_interleave(BLOCK)[:length]
                 head += directions.to(k.dtype)[topic]
-    return Cache(q, k, v, page_norms(k))
+    return Cache(q, k, v, summary_of(k))
 
 
-def page_norms(k: Tensor) -> Tensor:
-    heads = [torch.cat([part.float().norm(dim=-1) for part in head.split(AT_ONCE)]) for item in k for head in item]
-    norms = torch.stack(heads).view(k.shape[:3])
-    return pad(norms, (0, -k.shape[2] % 64)).unflatten(-1, (-1, 64)).amax(-1)
+def summary_of(k: Tensor) -> PageSummary:
+    """By heads and pieces, as the norms of a million keys times 64 heads would not fit."""
+    parts = [
+        [extended_summary(None, part[None, None], 0, len(part), boxes=True) for part in head.split(AT_ONCE)]
+        for item in k
+        for head in item
+    ]
+
+    def joined(name: str) -> Tensor:
+        heads = [torch.cat([getattr(part, name)[0, 0] for part in head]) for head in parts]
+        return torch.stack(heads).unflatten(0, k.shape[:2])
+
+    return PageSummary(joined("norms"), joined("low"), joined("high"))
 
 
 def slopes_of(kind: str, sizes: Sizes) -> Tensor | None:
@@ -90,15 +105,17 @@ def slopes_of(kind: str, sizes: Sizes) -> Tensor | None:
     return torch.cat([1 / torch.arange(1, local + 1), torch.zeros(sizes.heads - local)]).to(sizes.device)
 
 
-def ours(slopes: Tensor | None, alpha: float) -> Attend:
-    from longspan import decode
-    from longspan.functional import PageSummary
+def known(cache: Cache, slopes: Tensor | None, boxes: bool) -> PageSummary | None:
+    """What a step is told of the pages: norms are of no use without slopes."""
+    if boxes:
+        return cache.summary
+    return None if slopes is None else PageSummary(cache.summary.norms)
 
-    def attend(cache: Cache) -> Tensor:
-        summary = None if slopes is None else PageSummary(cache.norms)
-        return decode(cache.q, cache.k, cache.v, alpha=alpha, slopes=slopes, summary=summary, impl="triton")
 
-    return attend
+def ours(slopes: Tensor | None, alpha: float, boxes: bool) -> Attend:
+    return lambda cache: decode(
+        cache.q, cache.k, cache.v, alpha=alpha, slopes=slopes, summary=known(cache, slopes, boxes), impl="triton"
+    )
 
 
 def sdpa(backend: SDPBackend, folded: bool) -> Attend:
@@ -199,15 +216,13 @@ def measure(attend: dict[str, Attend], caches: list[Cache], rounds: int) -> dict
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def traffic(cache: Cache, slopes: Tensor | None, alpha: float) -> Row:
+def traffic(cache: Cache, slopes: Tensor | None, alpha: float, boxes: bool) -> Row:
     """Bytes that a step of ours reads and writes, from what it did; and its survivors."""
     from longspan.kernels.decode_ops import Decoded, decode_attention
 
-    norms = None if slopes is None else cache.norms
+    summary = known(cache, slopes, boxes) or (None, None, None)
     scale = cache.q.shape[3] ** -0.5
-    made = Decoded(
-        *decode_attention(cache.q, cache.k, cache.v, slopes, None, None, None, None, norms, alpha, scale, True)
-    )
+    made = Decoded(*decode_attention(cache.q, cache.k, cache.v, slopes, *[None] * 4, *summary, alpha, scale, True))
     pages = int((made.tops > -torch.inf).any(2).sum())
     values = survivors(cache, made.maximum - made.height, slopes, alpha) if alpha > 1 else cache.k[..., 0].numel()
     width = cache.q.element_size() * cache.q.shape[3]
@@ -216,11 +231,14 @@ def traffic(cache: Cache, slopes: Tensor | None, alpha: float) -> Row:
         "key_bytes": pages * 64 * width,
         "value_bytes": values * width,
         "scratch_bytes": pages * 64 * rows * 4,
-        "summary_bytes": 0 if norms is None else norms.nbytes,
-        "dense_bytes": cache.k.nbytes + cache.v.nbytes,
+        "summary_bytes": sum(part.nbytes for part in summary if part is not None),
         "support": float(made.support.mean()),
         "pages_unread": 1 - pages / made.tops[:, :, 0].numel(),
     }
+
+
+def dense_traffic(cache: Cache) -> Row:
+    return {"key_bytes": cache.k.nbytes, "value_bytes": cache.v.nbytes}
 
 
 def survivors(cache: Cache, tau: Tensor, slopes: Tensor | None, alpha: float) -> int:
@@ -239,15 +257,13 @@ def survivors(cache: Cache, tau: Tensor, slopes: Tensor | None, alpha: float) ->
     return count
 
 
-def error_of(cache: Cache, slopes: Tensor | None, alpha: float) -> float:
+def error_of(cache: Cache, slopes: Tensor | None, alpha: float, boxes: bool) -> float:
     """The largest difference from the dense float32 computation, in the first sequence and the first key head."""
-    from longspan import decode
-
     group = cache.q.shape[1] // cache.k.shape[1]
     first = [tensor[:1, :heads].float() for tensor, heads in zip(cache[:3], (group, 1, 1), strict=True)]
     own = None if slopes is None else slopes[:group]
     exact = decode(first[0], first[1], first[2], alpha=alpha, slopes=own, impl="reference")
-    return float((ours(slopes, alpha)(cache)[:1, :group].float() - exact).abs().max())
+    return float((ours(slopes, alpha, boxes)(cache)[:1, :group].float() - exact).abs().max())
 
 
 def profile(attend: Attend, caches: list[Cache]) -> dict[str, float]:
@@ -263,20 +279,28 @@ def profile(attend: Attend, caches: list[Cache]) -> dict[str, float]:
 
 
 def tuned(attend: Attend, caches: list[Cache], rounds: int) -> Iterator[Row]:
-    """Times under other launches of the two kernels that read the cache."""
+    """Times under other launches of the kernels."""
     from longspan.kernels import decode_ops
 
     launches = [
         decode_ops.Launch(programs, warps, stages)
         for programs, warps, stages in itertools.product((4, 8, 16), (2, 4, 8), (2, 3, 4))
     ]
-    for name in ("SCORE", "VALUE"):
+    by_kernel = {"SCORE": launches, "VALUE": launches}
+    by_kernel["THRESHOLD"] = [decode_ops.Launch(1, warps, 2) for warps in (2, 4, 8, 16)]  # a program for every row
+    for name in by_kernel:
         usual = getattr(decode_ops, name)
-        for launch in launches:
+        for launch in by_kernel[name]:
             setattr(decode_ops, name, launch)
             time_of = measure({"ours": attend}, caches, rounds).get("ours", math.nan)
             yield {"kernel": name.lower(), **launch._asdict(), "microseconds": time_of}
         setattr(decode_ops, name, usual)
+
+
+def ways(alphas: list[float], boxes: bool) -> dict[str, tuple[float, bool]]:
+    """Alpha, and whether boxes are known, by name."""
+    both = itertools.product(alphas, (False, True) if boxes else (False,))
+    return {f"entmax {alpha:g}" + " boxes" * known_boxes: (alpha, known_boxes) for alpha, known_boxes in both}
 
 
 def copies_for(length: int, batch: int, sizes: Sizes, kind: str) -> list[Cache]:
@@ -291,13 +315,14 @@ def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", nargs="+", type=int, default=[1 << 13, 1 << 15, 1 << 17, 1 << 20])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS[:4]), choices=KINDS)
     parser.add_argument("--alphas", nargs="+", type=float, default=[1.5])
     parser.add_argument("--heads", nargs=2, type=int, default=[32, 8], help="Query heads and key heads.")
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--peers", nargs="*", default=["flash", "cudnn", "flash_attn", "flashinfer"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=math.inf, help="Start no new case after so long.")
+    parser.add_argument("--boxes", action="store_true", help="Also with boxes around the pages.")
     parser.add_argument("--profile", action="store_true", help="Also the time of every kernel.")
     parser.add_argument("--tune", action="store_true", help="Also the times under other launches.")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -311,39 +336,27 @@ def main() -> None:
     sizes = Sizes(arguments.heads[0], arguments.heads[1], arguments.dim, torch.device(arguments.device), dtype)
     origin, begun = provenance(arguments.device), time.monotonic()
     others = peers(arguments.peers, sizes.device)
-    print(
-        f"{'batch':>5} {'length':>8} {'kind':9} {'':20} {'us':>9} {'x best sdpa':>11} {'TB/s':>6} {'of the floor':>12}"
-    )
+    print(f"batch   length kind {'':25} {'us':>9} {'x best sdpa':>11} {'TB/s':>6} {'K MiB':>8} {'V MiB':>8}")
     for length, batch, kind in itertools.product(arguments.lengths, arguments.batches, arguments.kinds):
         if time.monotonic() - begun > arguments.seconds:
             print("out of time: the rest is left out")
             return
         caches, slopes = copies_for(length, batch, sizes, kind), slopes_of(kind, sizes)
-        attend = {
-            f"entmax {alpha:g}" if alpha > 1 else "softmax, ours": ours(slopes, alpha) for alpha in arguments.alphas
-        }
+        named = ways(arguments.alphas, arguments.boxes)
+        attend = {name: ours(slopes, *way) for name, way in named.items()}
         times = measure(attend | others, caches, arguments.rounds)
         best = min((times[name] for name in times if name.startswith("sdpa")), default=math.nan)
         case: Row = {"batch": batch, "length": length, "kind": kind, **sizes_row(sizes)}
         for name, microseconds in times.items():
             row = case | {"name": name, "microseconds": microseconds, "times_best_sdpa": best / microseconds}
-            rate, share = "", ""
-            if name in attend:
-                alpha = 1.0 if name == "softmax, ours" else float(name.split()[1])
-                row |= traffic(caches[0], slopes, alpha)
-                moved = row["key_bytes"] + row["value_bytes"] + row["scratch_bytes"] + row["summary_bytes"]
-                row["terabytes_per_second"] = moved / microseconds / 1e6
-                rate = f"{row['terabytes_per_second']:.2f}"
-                share = f"{moved / (row['key_bytes'] + row['value_bytes']):.3f}"
-                if length <= 1 << 17:
-                    row["error"] = error_of(caches[0], slopes, alpha)
-            else:
-                row["terabytes_per_second"] = sum(t.nbytes for t in caches[0][1:3]) / microseconds / 1e6
-                rate = f"{row['terabytes_per_second']:.2f}"
+            row |= traffic(caches[0], slopes, *named[name]) if name in named else dense_traffic(caches[0])
+            row["terabytes_per_second"] = sum(row[key] for key in row if key.endswith("_bytes")) / microseconds / 1e6
+            if name in named and length <= 1 << 17:
+                row["error"] = error_of(caches[0], slopes, *named[name])
             append_rows(arguments.out, [row | origin])
             print(
                 f"{batch:5} {length:8} {kind:9} {name:20} {microseconds:9.1f} {best / microseconds:11.2f} "
-                f"{rate:>6} {share:>12}",
+                f"{row['terabytes_per_second']:6.2f} {row['key_bytes'] / 2**20:8.1f} {row['value_bytes'] / 2**20:8.1f}",
                 flush=True,
             )
         main_one = next(iter(attend.values()))

@@ -7,13 +7,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from longspan.kernels import backward, decode, output, rows, short, softmax, solve, survey
+from longspan.kernels import backward, bounds, decode, output, rows, short, softmax, solve, survey
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {"List": "i16", "Live": "i8", "Counts": "i32", "Ranges": "i32", "Lengths": "i64", "Documents": "i64"}
 POINTERS |= {"Pages": "i32", "Table": "i32", "Starts": "i64"}
-HALVES = {"Q", "K", "V", "O", "dO", "dQ", "dK", "dV"}
-NUMBERS = {"a", "r", "scale", "tail", "tolerance", "aim", "unit", "reach"}
+HALVES = {"Q", "K", "V", "O", "dO", "dQ", "dK", "dV", "Low", "High"}
+NUMBERS = {"a", "r", "scale", "tail", "tolerance", "aim", "unit", "reach", "epsilon"}
 OPTIONAL = {
     "Slopes": "SLOPES",
     "KeyNorms": "SLOPES",
@@ -24,12 +24,14 @@ OPTIONAL = {
     "Starts": "STARTS",
     "Table": "PAGED",
     "Norms": "NORMS",
+    "Bounds": "BOXES",
+    "Floors": "BOXES",
 }
 PLAIN: dict[str, Any] = {
     "KIND": 4, "CONVEX": True, "TAIL": False, "CAUSAL": True, "SLOPES": False, "LENGTHS": False, "DOCUMENTS": False,
     "MASK_ALL": False, "PRECISION": "tf32", "GRAD": True, "MAP": True, "STATS": False, "M": 32, "N": 32, "PART": 32,
     "KEYS": 32, "CHUNK": 256, "BLOCK_D": 32, "BLOCK_DV": 32,
-    "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 64,
+    "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 64, "PROBES": 4,
 }  # fmt: skip
 SPARSE: dict[str, dict[str, Any]] = {
     "slopes": {"SLOPES": True},
@@ -43,10 +45,13 @@ DECODING: dict[str, dict[str, Any]] = {
     "plain": {"M": 16, "CHUNK": 64},
     "options": {"M": 16, "CHUNK": 64, "SLOPES": True, "SCALES": True, "LENGTHS": True, "STARTS": True, "STATS": True},
     "pages": {"M": 16, "CHUNK": 64, "LENGTHS": True, "PAGED": True, "NORMS": True, "SLOPES": True},
+    "boxes": {"M": 16, "CHUNK": 64, "NORMS": True, "BOXES": True, "SLOPES": True},
+    "boxes_of_pages": {"M": 16, "CHUNK": 64, "NORMS": True, "BOXES": True, "LENGTHS": True, "PAGED": True},
     "softmax": {"M": 64, "CHUNK": 64, "KIND": 0},
     "any_alpha": {"M": 16, "CHUNK": 64, "KIND": -1},
     "above_2": {"M": 16, "CHUNK": 64, "KIND": 1, "CONVEX": False},
 }
+SOLVING = {name: options for name, options in DECODING.items() if not name.startswith("boxes")}
 KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "survey": (survey.survey_kernel, SPARSE),
     "solve": (solve.solve_kernel, SPARSE),
@@ -56,9 +61,10 @@ KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "key": (backward.key_kernel, {**SPARSE, "softmax": {"KIND": 0}}),
     "rows": (rows.rows_kernel, {"alpha_1.5": {"M": 2, "BLOCK": 512}, "any_alpha": {"KIND": -1, "M": 1, "BLOCK": 1024}}),
     "column": (backward.column_kernel, {"causal": {}}),
-    "score": (decode.score_kernel, {name: DECODING[name] for name in ("plain", "options", "pages")}),
-    "threshold": (decode.threshold_kernel, DECODING),
-    "value": (decode.value_kernel, DECODING),
+    "bound": (bounds.bound_kernel, {name: DECODING[name] for name in ("boxes", "boxes_of_pages")}),
+    "score": (decode.score_kernel, {name: DECODING[name] for name in ("plain", "options", "pages", "boxes")}),
+    "threshold": (decode.threshold_kernel, SOLVING),
+    "value": (decode.value_kernel, SOLVING),
     "sum": (decode.sum_kernel, {name: DECODING[name] for name in ("plain", "options", "softmax")}),
     "short_forward": (short._forward, {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}}),
     "short_backward": (short._backward, {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}}),

@@ -1,5 +1,6 @@
-"""Greedy decoding, and that one teacher-forced forward decides whether it would match."""
+"""Decoding, greedy and sampled, and that one teacher-forced forward decides whether the greedy would match."""
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from longspan.evaluate.ladder import measure
 from longspan.nn.decoder import AttentionConfig, Decoder, DecoderConfig
-from longspan.nn.generate import generate
+from longspan.nn.generate import Sampling, generate
+from longspan.nn.llama import Llama
 from longspan.tasks.base import BOS, FIRST_SYMBOL, SEP, Batch, Device, Generative
 
 SYMBOLS = 6
@@ -71,6 +73,138 @@ def test_a_prompt_is_a_batch_of_at_least_one_token(shape: tuple[int, ...]) -> No
 
 def test_no_tokens_wanted_gives_the_prompt() -> None:
     assert torch.equal(generate(model("softmax"), prompt(), 0), prompt())
+
+
+LENGTHS = torch.tensor([7, 1, 4, 6, 2])
+
+
+def alone(decoder: Decoder | Llama, start: Tensor, most: int) -> list[list[int]]:
+    """What is said to every prompt of LENGTHS by itself."""
+    rows = [generate(decoder, row[-length:][None], most) for row, length in zip(start, LENGTHS, strict=True)]
+    return [row[0, -most:].tolist() for row in rows]
+
+
+@pytest.mark.parametrize("kind", [Decoder, Llama])
+@pytest.mark.parametrize("position", ["nape", "rope"])
+@pytest.mark.parametrize("method", [*METHODS, "ssmax", "topk"])
+def test_padded_prompts_get_what_each_gets_alone(method: str, position: str, kind: type[Decoder | Llama]) -> None:
+    decoder = kind(model(method, position=position).config).double()
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    start = prompt()
+    found = generate(decoder, start, 10, lengths=LENGTHS)
+    assert torch.equal(found[:, :7], start)
+    assert found[:, 7:].tolist() == alone(decoder, start, 10)
+    other = torch.where(torch.arange(7) < 7 - LENGTHS[:, None], (start + 1) % FIRST_SYMBOL, start)
+    assert torch.equal(generate(decoder, other, 10, lengths=LENGTHS)[:, 7:], found[:, 7:])
+    assert not torch.equal(generate(decoder, start, 10), found), "nothing hangs on the padding"
+
+
+def test_padded_prompts_stop_each_at_its_own_time() -> None:
+    decoder = model("asentmax").double()
+    free = generate(decoder, prompt(), 10, lengths=LENGTHS)[:, 7:].tolist()
+    stop = free[0][2]
+    ended = generate(decoder, prompt(), 10, lengths=LENGTHS, stop=stop)[:, 7:].tolist()
+    for row, stopped in zip(free, ended, strict=True):
+        said = row.index(stop) if stop in row else len(row)
+        assert stopped[: said + 1] == row[: said + 1][: len(stopped)]
+        assert set(stopped[said:]) <= {stop}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (torch.tensor([1, 2]), "shape"),
+        (torch.ones(5), "integers"),
+        (torch.tensor([7, 8, 1, 1, 1]), "between 1 and 7"),
+        (torch.tensor([0, 1, 1, 1, 1]), "between 1 and 7"),
+    ],
+    ids=["shape", "dtype", "long", "empty"],
+)
+def test_wrong_lengths_are_refused(lengths: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(model("softmax"), prompt(), 3, lengths=lengths)
+
+
+def drawn_by(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("method", ["softmax", "asentmax"])
+def test_a_sampled_token_is_drawn_from_what_all_before_it_say(method: str) -> None:
+    decoder, sampling, generator = model(method).double(), Sampling(temperature=0.7, top_k=5, top_p=0.9), drawn_by(3)
+    expected = prompt()
+    with torch.no_grad():
+        for _ in range(12):
+            new = sampling.draw(decoder(expected)[:, -1], generator)
+            expected = torch.cat([expected, new], dim=1)
+    assert torch.equal(generate(decoder, prompt(), 12, sampling=sampling, generator=drawn_by(3)), expected)
+    assert not torch.equal(generate(decoder, prompt(), 12, sampling=sampling, generator=drawn_by(4)), expected)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_k=1), Sampling(top_p=1e-9), Sampling(temperature=1e-6)], ids=str)
+def test_sampling_without_a_choice_is_greedy(sampling: Sampling) -> None:
+    decoder = model("asentmax").double()
+    found = generate(decoder, prompt(), 8, sampling=sampling, generator=drawn_by(0))
+    assert torch.equal(found, generate(decoder, prompt(), 8))
+
+
+def slowly(logits: list[float], sampling: Sampling) -> list[float]:
+    """The definition of `Sampling`, one number at a time."""
+    likely = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    if sampling.top_k is not None:
+        least = logits[likely[min(sampling.top_k, len(likely)) - 1]]
+        likely = [token for token in likely if logits[token] >= least]
+    weight = {token: math.exp(logits[token] / sampling.temperature) for token in likely}
+    total = math.fsum(weight.values())
+    kept, together = [], 0.0
+    for token in likely:
+        if sampling.top_p is not None and together >= sampling.top_p:
+            break
+        kept.append(token)
+        together += weight[token] / total
+    total = math.fsum(weight[token] for token in kept)
+    return [weight[token] / total if token in kept else 0.0 for token in range(len(logits))]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(top_k=3),
+        Sampling(top_k=99),
+        Sampling(top_p=0.6),
+        Sampling(top_p=1.0),
+        Sampling(temperature=2.0, top_k=6, top_p=0.8),
+    ],
+    ids=str,
+)
+def test_probabilities_are_those_of_the_definition(sampling: Sampling) -> None:
+    logits = torch.randn(20, 9, dtype=torch.float64, generator=drawn_by(1)) * 2
+    logits[0, 4] = logits[0].topk(3).values[-1]  # a tie at the cut of 3
+    expected = torch.tensor([slowly(row, sampling) for row in logits.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(sampling.probabilities(logits), expected, rtol=0, atol=1e-12)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    sampling = Sampling(temperature=0.8, top_k=4)
+    logits = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.5])
+    drawn = sampling.draw(logits.expand(20_000, -1), drawn_by(5))
+    often = torch.bincount(drawn[:, 0], minlength=5) / len(drawn)
+    assert torch.allclose(often, sampling.probabilities(logits), atol=0.015)
+    assert often[3] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"temperature": 0.0}, "positive"), ({"top_k": 0}, "at least 1"), ({"top_p": 0.0}, "in"), ({"top_p": 1.5}, "in")],
+    ids=str,
+)
+def test_wrong_sampling_is_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

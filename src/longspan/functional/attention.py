@@ -14,7 +14,7 @@ from longspan.functional.entmax import HAS_TRITON, entmax, threshold
 from longspan.functional.reference import dense_attention, dense_scores
 from longspan.functional.scores import Rules
 from longspan.functional.threshold import Alpha
-from longspan.kernels.pages import MOST_QUERIES
+from longspan.kernels.pages import MANY_KEYS, MOST_QUERIES
 
 IMPLEMENTATIONS = ("reference", "chunked", "triton")
 
@@ -23,7 +23,6 @@ IMPLEMENTATIONS = ("reference", "chunked", "triton")
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _MOST_TOKENS = 1 << 20
-_MANY_KEYS = 1 << 10
 
 # Above this many scores "auto" gives up the square of them for blocks: 64 MiB of float32, on a GPU 1 GiB.
 _DENSE_SCORES = {"cpu": 1 << 24, "cuda": 1 << 28}
@@ -141,7 +140,7 @@ def _is_decoding(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> bool:
     inputs = (q, k, v) if rules.slopes is None else (q, k, v, rules.slopes)
     return (
         q.shape[2] <= MOST_QUERIES
-        and k.shape[2] >= _MANY_KEYS
+        and k.shape[2] >= MANY_KEYS
         and (rules.causal or q.shape[2] == 1)
         and rules.lengths is None
         and rules.documents is None

@@ -14,6 +14,7 @@ from longspan.functional.threshold import alpha_range
 from longspan.kernels.pages import MOST_QUERIES, PAGE
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_MOST_PAIRS = (1 << 16) - 1  # of the second dim of a grid
 IMPLEMENTATIONS = ("reference", "triton")
 
 
@@ -21,9 +22,49 @@ class PageSummary(NamedTuple):
     """What is known of every page of 64 keys without reading it. Pages without a key hold anything.
 
     norms: (batch, kv_heads, pages), at least the largest norm of the page's keys; float32.
+    low, high: (batch, kv_heads, pages, dim), between which every channel of its keys lies, in the keys' dtype; or None.
+
+    Of a pool: (pages, kv_heads) and (pages, kv_heads, dim).
     """
 
     norms: Tensor
+    low: Tensor | None = None
+    high: Tensor | None = None
+
+    def first(self, keys: int) -> "PageSummary":
+        """That of the pages of the first so many keys."""
+        pages = -(-keys // PAGE)
+        return PageSummary(*(None if part is None else part[:, :, :pages] for part in self))  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def extended_summary(
+    summary: PageSummary | None, new: Tensor, begin: int, room: int, boxes: bool = False
+) -> PageSummary:
+    """The summary of a cache with room for `room` keys after the keys `new` (batch, kv_heads, time, dim) came to stand
+    from place `begin` on: earlier ones are not read again. `summary` may be changed in place; `boxes` must not change.
+    """
+    page = torch.arange(begin, begin + new.shape[2], device=new.device) // PAGE
+    size = torch.linalg.vector_norm(new, dim=-1, dtype=torch.float32)
+    norms = _with_room(None if summary is None else summary.norms, size, room, 0.0)
+    norms.scatter_reduce_(2, page.expand_as(size), size, "amax")
+    if not boxes:
+        return PageSummary(norms)
+    low = _with_room(None if summary is None else summary.low, new, room, torch.inf)
+    high = _with_room(None if summary is None else summary.high, new, room, -torch.inf)
+    index = page[:, None].expand_as(new)
+    return PageSummary(norms, low.scatter_reduce_(2, index, new, "amin"), high.scatter_reduce_(2, index, new, "amax"))
+
+
+def _with_room(part: Tensor | None, new: Tensor, room: int, empty: float) -> Tensor:
+    """A part of a summary with pages for `room` keys, like `new` in all other dims."""
+    shape = (*new.shape[:2], -(-room // PAGE), *new.shape[3:])
+    if part is not None and part.shape == shape:
+        return part
+    larger = new.new_full(shape, empty)
+    if part is not None:
+        larger[:, :, : part.shape[2]] = part
+    return larger
 
 
 class CacheRules(NamedTuple):
@@ -126,6 +167,8 @@ def kernels_cannot(q: Tensor, v: Tensor) -> str | None:
         return f"it takes heads of at most 256 dims, got {max(q.shape[3], v.shape[3])}"
     if q.shape[2] > MOST_QUERIES:
         return f"it takes at most {MOST_QUERIES} queries, got {q.shape[2]}"
+    if q.shape[0] * v.shape[1] > _MOST_PAIRS:
+        return f"it takes at most {_MOST_PAIRS} sequences times key heads, got {q.shape[0]} times {v.shape[1]}"
     if 0 in q.shape or 0 in v.shape:
         return "there is nothing to compute"
     return None
@@ -155,15 +198,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, where: CacheRules) -> None:
         pages = table.shape[1]
     elif len(k) != batch:
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in batch")
-    shapes = {
+    pool = (batch, k.shape[1], pages) if table is None else (k.shape[0], k.shape[1])
+    if summary is not None and (summary.low is None) != (summary.high is None):
+        raise ValueError("a summary has both low and high, or neither")
+    shapes: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
         "slopes": (slopes, (heads,)),
         "scales": (scales, (batch, heads, queries)),
         "lengths": (lengths, (batch,)),
         "starts": (starts, (batch,)),
-        "summary.norms": (
-            None if summary is None else summary.norms,
-            (batch, k.shape[1], pages) if table is None else (k.shape[0], k.shape[1]),
-        ),
+        "summary.norms": (None if summary is None else summary.norms, pool),
+        "summary.low": (None if summary is None else summary.low, (*pool, dim)),
+        "summary.high": (None if summary is None else summary.high, (*pool, dim)),
     }
     for name, (given, shape) in shapes.items():
         if given is not None and (tuple(given.shape) != shape or given.device != q.device):
@@ -187,9 +232,9 @@ def _by_kernels(
 
     slopes, scale, scales, lengths, starts, table, summary = where
     scales = None if scales is None else scales.float()
-    norms = None if summary is None else summary.norms
+    known = (None, None, None) if summary is None else summary
     made = Decoded(
-        *decode_attention(q, k, v, slopes, scales, lengths, starts, table, norms, alpha, scale, return_stats)
+        *decode_attention(q, k, v, slopes, scales, lengths, starts, table, *known, alpha, scale, return_stats)
     )
     if not return_stats:
         return made.out

@@ -21,11 +21,11 @@ from longspan.kernels.solver import curved_fall, gains, inside, joined_norm, sec
 from longspan.kernels.tiles import end_of, load_tile, scores_of
 
 # Arguments a kernel is not compiled anew for, however they divide.
-DECODE_SIZES = ["HK", "GROUP", "TQ", "TK", "ROWS", "NP", "SPLITS"]
+DECODE_SIZES = ["HK", "GROUP", "TQ", "TK", "ROWS", "NP", "NB", "SPLITS"]
 
 
 @triton.jit
-def _pages_of(batch, Lengths, Starts, TK, LENGTHS: tl.constexpr, STARTS: tl.constexpr):
+def pages_of(batch, Lengths, Starts, TK, LENGTHS: tl.constexpr, STARTS: tl.constexpr):
     """The end of a sequence, its first key, and the pages between: the first and the one behind the last."""
     end = end_of(Lengths, batch, TK, LENGTHS)
     start = tl.maximum(tl.load(Starts + batch).to(tl.int32), 0) if STARTS else 0
@@ -41,7 +41,7 @@ def _share(split, splits, first, stop):
 
 
 @triton.jit
-def _page_base(Base, Table, batch, kv_head, page, stride_b, stride_h, stride_t, PAGED: tl.constexpr):
+def page_base(Base, Table, batch, kv_head, page, stride_b, stride_h, stride_t, PAGED: tl.constexpr):
     """Where a page begins: `page` pages into a sequence, or where the table says, a pool's first dim counting pages."""
     if PAGED:
         return Base + tl.load(Table + page).to(tl.int64) * stride_b + kv_head * stride_h
@@ -57,11 +57,40 @@ def _append(Pages, count, pages, live):
 
 
 @triton.jit
-def _scored(q, K, Table, batch, kv_head, page, k_b, k_h, k_t, k_d, positions, scale, slope, start, end, D,
+def row_inputs(Q, Slopes, Scales, batch, kv_head, rows, valid, unit, scale, end, q_b, q_h, q_t, q_d, HK, GROUP, TQ, D,
+               SLOPES: tl.constexpr, SCALES: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Of the rows of a tile: queries, positions, and for ``a * score`` the factors of products and the slopes."""
+    heads, queries = kv_head * GROUP + rows // TQ, rows % TQ
+    columns = tl.arange(0, BLOCK_D)
+    places = Q + batch * q_b + heads[:, None] * q_h + queries[:, None] * q_t + columns[None, :] * q_d
+    q = tl.load(places, mask=valid[:, None] & (columns[None, :] < D), other=0.0)
+    row_scale = tl.full([M], 1.0, tl.float32) * (unit * scale)
+    if SCALES:
+        row_scale *= tl.load(Scales + (batch * HK * GROUP + heads) * TQ + queries, mask=valid, other=0.0)
+    slope = tl.zeros([M], tl.float32)
+    if SLOPES:
+        slope = tl.load(Slopes + heads, mask=valid, other=0.0).to(tl.float32) * unit
+    return q, end - TQ + queries, row_scale, slope
+
+
+@triton.jit
+def norms_of(q):
+    return tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1))
+
+
+@triton.jit
+def nearness(pages, positions, slope):
+    """The least that slopes take from any score in a page: at its near end, for a negative slope at its far end."""
+    near = (positions[:, None] - (pages * 64 + 63)[None, :]).to(tl.float32) * slope[:, None]
+    return tl.minimum(near, near + 63 * slope[:, None])
+
+
+@triton.jit
+def scored(q, K, Table, batch, kv_head, page, k_b, k_h, k_t, k_d, positions, scale, slope, start, end, D,
             SLOPES: tl.constexpr, STARTS: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
             BLOCK_D: tl.constexpr):  # fmt: skip
     """The scores of every row with a page, -inf where a key is hidden; `scale` and `slope` are per row."""
-    base = _page_base(K, Table, batch, kv_head, page, k_b, k_h, k_t, PAGED)
+    base = page_base(K, Table, batch, kv_head, page, k_b, k_h, k_t, PAGED)
     k = load_tile(base, 0, k_t, k_d, end - page * 64, D, 64, BLOCK_D)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     keys = page * 64 + tl.arange(0, 64)
@@ -75,31 +104,23 @@ def _scored(q, K, Table, batch, kv_head, page, k_b, k_h, k_t, k_d, positions, sc
 @triton.jit(do_not_specialize=DECODE_SIZES)
 def score_kernel(Q, K, Scores, Tops, Pages, Slopes, Scales, Lengths, Starts, Table, Norms, Bounds, Floors,
                  unit, scale, reach, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, n_b, n_h, n_p, t_b,
-                 HK, GROUP, TQ, TK, ROWS, D, NP, SPLITS,
+                 HK, GROUP, TQ, TK, ROWS, D, NP, NB, SPLITS,
                  SLOPES: tl.constexpr, SCALES: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr,
                  PAGED: tl.constexpr, NORMS: tl.constexpr, BOXES: tl.constexpr, PRECISION: tl.constexpr,
                  M: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Scores of a run of pages, and the highest of every row and page; -inf for a page that is not read."""
     split, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, kv_head = pair // HK, pair % HK
-    rows = tl.program_id(2) * M + tl.arange(0, M)
-    valid = rows < ROWS
-    heads, queries = kv_head * GROUP + rows // TQ, rows % TQ
-    end, start, first, stop = _pages_of(batch, Lengths, Starts, TK, LENGTHS, STARTS)
+    end, start, first, stop = pages_of(batch, Lengths, Starts, TK, LENGTHS, STARTS)
     begin, stop = _share(split, SPLITS, first, stop)
     if begin >= stop:
         return
-    positions = end - TQ + queries
-    columns = tl.arange(0, BLOCK_D)
-    q_places = Q + batch * q_b + heads[:, None] * q_h + queries[:, None] * q_t + columns[None, :] * q_d
-    q = tl.load(q_places, mask=valid[:, None] & (columns[None, :] < D), other=0.0)
-    row_scale = tl.full([M], 1.0, tl.float32) * (unit * scale)
-    if SCALES:
-        row_scale *= tl.load(Scales + (batch * HK * GROUP + heads) * TQ + queries, mask=valid, other=0.0)
-    slope = tl.zeros([M], tl.float32)
-    if SLOPES:
-        slope = tl.load(Slopes + heads, mask=valid, other=0.0).to(tl.float32) * unit
+    rows = tl.program_id(2) * M + tl.arange(0, M)
+    valid = rows < ROWS
     line = pair * ROWS + rows  # a row among all
+    q, positions, row_scale, slope = row_inputs(
+        Q, Slopes, Scales, batch, kv_head, rows, valid, unit, scale, end, q_b, q_h, q_t, q_d, HK, GROUP, TQ, D,
+        SLOPES, SCALES, M, BLOCK_D)  # fmt: skip
     Tops += line[:, None] * NP
     if PAGED:
         Table += batch * t_b
@@ -110,13 +131,17 @@ def score_kernel(Q, K, Scores, Tops, Pages, Slopes, Scales, Lengths, Starts, Tab
         # which only a distance makes worth a look.
         floor = tl.full([M], float("-inf"), tl.float32)
         if BOXES:
-            floor = tl.load(Floors + line, mask=valid, other=float("-inf"))
+            for block in range(0, NB, CHUNK):
+                probed = block + tl.arange(0, CHUNK)
+                floors = tl.load(Floors + line[:, None] * NB + probed[None, :],
+                                 mask=valid[:, None] & (probed < NB)[None, :], other=float("-inf"))  # fmt: skip
+                floor = tl.maximum(floor, tl.max(floors, 1))
         elif tl.max(tl.abs(slope), 0) > 0:
-            near = _scored(q, K, Table, batch, kv_head, (end - 1) // 64, k_b, k_h, k_t, k_d,
-                           positions, row_scale, slope, start, end, D,
-                           SLOPES, STARTS, PAGED, PRECISION, BLOCK_D)  # fmt: skip
+            near = scored(q, K, Table, batch, kv_head, (end - 1) // 64, k_b, k_h, k_t, k_d,
+                          positions, row_scale, slope, start, end, D,
+                          SLOPES, STARTS, PAGED, PRECISION, BLOCK_D)  # fmt: skip
             floor = tl.max(near, 1)
-        size = tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)) * tl.abs(row_scale) * 1.001
+        size = norms_of(q) * tl.abs(row_scale) * 1.001
         Pages += (tl.program_id(2) * tl.num_programs(1) + pair) * NP + begin
         count = begin * 0
         for block in range(begin, stop, CHUNK):
@@ -131,11 +156,9 @@ def score_kernel(Q, K, Scores, Tops, Pages, Slopes, Scales, Lengths, Starts, Tab
                     own = tl.load(Table + pages, mask=there, other=0).to(tl.int64)
                     places = Norms + own * n_b + kv_head * n_h
                 bound = size[:, None] * tl.load(places, mask=there, other=0.0)[None, :]
-            if SLOPES:
-                # The nearest end of the page for a positive slope, the farthest for a negative one.
-                last = (positions[:, None] - (pages * 64 + 63)[None, :]).to(tl.float32) * slope[:, None]
-                bound -= tl.minimum(last, last + 63 * slope[:, None])
-            alive = valid[:, None] & (bound > (floor - reach)[:, None])
+                if SLOPES:
+                    bound -= nearness(pages, positions, slope)
+            alive = valid[:, None] & ((bound <= (floor - reach)[:, None]) == 0)  # NaN lives
             live = there & (tl.max(alive.to(tl.int32), 0) > 0)
             unread = valid[:, None] & (there & (live == 0))[None, :]
             tl.store(Tops + pages[None, :], tl.full([M, CHUNK], float("-inf"), tl.float32), mask=unread)
@@ -146,7 +169,7 @@ def score_kernel(Q, K, Scores, Tops, Pages, Slopes, Scales, Lengths, Starts, Tab
         page = begin + index
         if NORMS or BOXES:
             page = tl.load(Pages + index)
-        z = _scored(q, K, Table, batch, kv_head, page, k_b, k_h, k_t, k_d, positions, row_scale, slope,
+        z = scored(q, K, Table, batch, kv_head, page, k_b, k_h, k_t, k_d, positions, row_scale, slope,
                     start, end, D, SLOPES, STARTS, PAGED, PRECISION, BLOCK_D)  # fmt: skip
         keys = page * 64 + tl.arange(0, 64)
         tl.store(Scores + line[:, None] * NP * 64 + keys[None, :], z, mask=valid[:, None])
@@ -198,7 +221,7 @@ def threshold_kernel(Scores, Tops, Pages, Maximum, Height, Lengths, Starts, r, t
                      CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
     """The maximum of a row and the height of its threshold below it; for softmax, which has none, 1."""
     line = tl.program_id(0).to(tl.int64)
-    _end, _start, first, stop = _pages_of(line // ROWS // HK, Lengths, Starts, TK, LENGTHS, STARTS)
+    _end, _start, first, stop = pages_of(line // ROWS // HK, Lengths, Starts, TK, LENGTHS, STARTS)
     Tops += line * NP
     Scores += line * NP * 64
     Pages += line * NP
@@ -263,7 +286,7 @@ def value_kernel(V, Scores, Tops, Pages, Maximum, Height, Parts, Sums, Lengths, 
     rows = tl.program_id(2) * M + tl.arange(0, M)
     valid = rows < ROWS
     line = pair * ROWS + rows
-    _end, _start, first, stop = _pages_of(batch, Lengths, Starts, TK, LENGTHS, STARTS)
+    _end, _start, first, stop = pages_of(batch, Lengths, Starts, TK, LENGTHS, STARTS)
     begin, stop = _share(split, SPLITS, first, stop)
     top = tl.load(Maximum + line, mask=valid, other=0.0)
     height = tl.load(Height + line, mask=valid, other=0.0)
@@ -292,7 +315,7 @@ def value_kernel(V, Scores, Tops, Pages, Maximum, Height, Parts, Sums, Lengths, 
         z = tl.load(Scores + line[:, None] * NP * 64 + keys[None, :], mask=valid[:, None], other=float("-inf"))
         p, _gains = weights_and_gains(z, top[:, None], height[:, None], r, KIND)
         wanted = tl.max(p, 0) > 0
-        base = _page_base(V, Table, batch, kv_head, page, v_b, v_h, v_t, PAGED)
+        base = page_base(V, Table, batch, kv_head, page, v_b, v_h, v_t, PAGED)
         places = base + tl.arange(0, 64)[:, None] * v_t + columns[None, :] * v_d
         v = tl.load(places, mask=wanted[:, None] & (columns[None, :] < DV), other=0.0)
         out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)

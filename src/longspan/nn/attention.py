@@ -1,15 +1,18 @@
 """The attention layer: projections, and whatever normaliser, scaler and position it is given."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from longspan.functional import attention
+from longspan.functional import attention, decode
 from longspan.functional.attention import check_rules
+from longspan.functional.decode import kernels_cannot
 from longspan.functional.reference import dense_attention
 from longspan.functional.scores import Rules, visible_tokens
+from longspan.kernels.pages import MANY_KEYS, MOST_QUERIES
 from longspan.nn.cache import KVCache
 from longspan.nn.normalizers import Normalizer
 from longspan.nn.positions import Position
@@ -99,26 +102,64 @@ class Attention(nn.Module):
         q, k, v = (self._split(part) for part in projected)  # (B, H, T, D), (B, H_kv, T, D) twice
         # Under autocast a norm may answer in float32; the three must agree.
         q, k = self.query_norm(q).to(v.dtype), self.key_norm(k).to(v.dtype)
-        past = 0 if cache is None else len(cache)
-        positions = torch.arange(past, past + x.shape[1], device=x.device)
+        positions = (
+            torch.arange(x.shape[1], device=x.device) if cache is None else cache.own_positions(x.shape[1], x.device)
+        )
         q, k = self.position.rotate(q, positions), self.position.rotate(k, positions)
         if cache is not None:
             k, v, documents = cache.append(k, v, documents)
+            if self._is_decoding(q, k, v, cache, documents):
+                n = (positions + 1).expand(len(q), -1)
+                out = self._decode(self._scaled(q, x, lambda: n), k, v, cache)
+                return self.output(out.transpose(1, 2).flatten(2))
+            if cache.starts is not None:
+                documents = cache.padding_as_document(x.device)
         rules = check_rules(q, k, v, self.position.slopes, self.scale, self.causal, lengths, documents)
-        out = self._attend(self._scaled(q, x, rules, k.shape[2]), k, v, rules)  # (B, H, T, D)
+        count = partial(visible_tokens, rules, q.shape[2], k.shape[2], len(q), q.device)
+        out = self._attend(self._scaled(q, x, count), k, v, rules)  # (B, H, T, D)
         return self.output(out.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _scaled(self, q: Tensor, x: Tensor, rules: Rules, key_time: int) -> Tensor:
+    def _scaled(self, q: Tensor, x: Tensor, count: Callable[[], Tensor]) -> Tensor:
         if isinstance(self.scaler, NoScale):
-            return q  # nobody asks for n, whose count sorts the documents
-        n = visible_tokens(rules, q.shape[2], key_time, q.shape[0], q.device)  # (B, T)
+            return q  # nobody asks for n, whose count may sort the documents
+        n = count()  # (B, T)
         scale = self.scaler(x, n)  # (B, H, T)
         if scale is None:
             return q
         return q * torch.where(self.position.scaled[:, None], scale, 1).to(q.dtype)[..., None]
+
+    def _is_decoding(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, documents: Tensor | None) -> bool:
+        """Whether `decode` serves: few queries over many keys, or after padding, and nothing to differentiate."""
+        form = self.normalizer.entmax_form()
+        return (
+            q.shape[2] <= MOST_QUERIES
+            and (k.shape[2] >= MANY_KEYS or cache.starts is not None)
+            and self.impl in ("auto", "triton")
+            and documents is None
+            and form is not None
+            and not isinstance(form.alpha, Tensor)
+            and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)))
+        )
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Tensor:
+        form, slopes = self.normalizer.entmax_form(), self.position.slopes
+        assert form is not None
+        assert not isinstance(form.alpha, Tensor)
+        return decode(
+            q,
+            k,
+            v,
+            alpha=form.alpha,
+            slopes=None if slopes is None else slopes / form.temperature,
+            scale=self.scale / form.temperature,
+            starts=None if cache.starts is None else cache.starts.to(q.device),
+            # Only a distance makes the norms of pages worth knowing, and only kernels leave out pages.
+            summary=cache.summary() if (slopes is not None or cache.boxes) and kernels_cannot(q, v) is None else None,
+            impl=self.impl,
+        )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
         form = self.normalizer.entmax_form()

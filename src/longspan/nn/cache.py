@@ -3,24 +3,59 @@
 import torch
 from torch import Tensor
 
+from longspan.functional import PageSummary
+from longspan.functional.decode import extended_summary
+
 
 class KVCache:
-    """The keys, values and document ids of the tokens one layer has seen. Room doubles as it fills."""
+    """The keys, values and document ids of the tokens one layer has seen.
 
-    def __init__(self) -> None:
-        self._length = 0
+    Args:
+        room: tokens to have room for from the start, so that nothing is copied until there are more. Beyond it, room
+            doubles.
+        starts: (batch,), where every sequence begins: tokens before it are left padding, which the others do not see.
+
+        boxes: whether the summary of its pages has boxes, by which keys may be left unread whatever the slopes. They
+            pay where a page's keys are alike.
+
+    `reset` forgets the tokens and keeps the memory.
+    """
+
+    def __init__(self, room: int = 0, starts: Tensor | None = None, boxes: bool = False) -> None:
+        self.boxes = boxes
         self._k: Tensor | None = None
         self._v: Tensor | None = None
-        self._documents: Tensor | None = None
+        self.reset(room, starts)
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def starts(self) -> Tensor | None:
+        return self._starts
+
+    def reset(self, room: int = 0, starts: Tensor | None = None) -> None:
+        """Forget every token; arguments as of the constructor. The memory serves again if what comes next fits it."""
+        if room < 0:
+            raise ValueError(f"room must not be negative, got {room}")
+        if starts is not None and (starts.ndim != 1 or starts.is_floating_point()):
+            raise ValueError(f"starts must be integers of shape (batch,), got {starts.dtype} {tuple(starts.shape)}")
+        if self._k is not None and self._k.requires_grad:
+            self._k = self._v = None  # it belongs to a graph
+        self._length, self._room, self._starts = 0, room, starts
+        self._documents: Tensor | None = None
+        self._summary: PageSummary | None = None
+        self._summarised = 0
 
     def append(self, k: Tensor, v: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add the new tokens' keys and values (batch, kv_heads, time, dim); return those of all tokens so far.
 
         Tokens without ids continue the document of the last one before them.
         """
+        if documents is not None and self._starts is not None:
+            raise ValueError("a cache with left padding has no document ids")
+        if self._starts is not None and len(self._starts) != len(k):
+            raise ValueError(f"the cache has {len(self._starts)} starts, the new tokens are a batch of {len(k)}")
         if self._length and documents is None and self._documents is not None:
             documents = self._documents[:, -1:].expand(-1, k.shape[2])
         elif self._length and documents is not None and self._documents is None:
@@ -33,13 +68,38 @@ class KVCache:
         self._length += k.shape[2]
         return self._k[:, :, : self._length], self._v[:, :, : self._length], self._documents
 
+    def own_positions(self, time: int, device: torch.device) -> Tensor:
+        """Of the next `time` tokens, counted from where their sequence begins: (time,), or (batch, time) after padding.
+
+        The padding itself has position 0.
+        """
+        positions = torch.arange(self._length, self._length + time, device=device)
+        return positions if self._starts is None else (positions - self._starts.to(device)[:, None]).clamp_min(0)
+
+    def padding_as_document(self, device: torch.device) -> Tensor | None:
+        """Ids (batch, length) that keep left padding and tokens apart; None without padding."""
+        if self._starts is None:
+            return None
+        return (torch.arange(self._length, device=device) >= self._starts.to(device)[:, None]).long()
+
+    def summary(self) -> PageSummary | None:
+        """What is known of every page of keys. Only keys that came since it was last asked for are read."""
+        if self._k is None or not self._length:
+            return None
+        new = self._k[:, :, self._summarised : self._length]
+        self._summary = extended_summary(self._summary, new, self._summarised, self._k.shape[2], self.boxes)
+        self._summarised = self._length
+        return self._summary.first(self._length)
+
     def _store(self, room: Tensor | None, new: Tensor) -> Tensor:
         batch, heads, time, dim = new.shape
         end = self._length + time
+        if room is not None and not self._length and (room.shape[:2] != new.shape[:2] or room.dtype != new.dtype):
+            room = None  # what a reset left does not fit
         if room is not None and room.shape[0] != batch:
             raise ValueError(f"the cache holds a batch of {room.shape[0]}, the new tokens are a batch of {batch}")
         if room is None or end > room.shape[2]:
-            larger = new.new_empty(batch, heads, max(end, 2 * self._length), dim)
+            larger = new.new_empty(batch, heads, max(end, 2 * self._length, self._room), dim)
             if room is not None:
                 larger[:, :, : self._length] = room[:, :, : self._length]
             room = larger

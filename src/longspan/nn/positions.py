@@ -44,7 +44,7 @@ class Position(nn.Module):
         self.register_buffer("scaled", all_heads if scaled is None else scaled, persistent=False)
 
     def rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
-        """Queries or keys (batch, heads, time, head_dim) turned to their positions (time,)."""
+        """Queries or keys (batch, heads, time, head_dim) turned to their positions (time,) or (batch, time)."""
         return heads
 
 
@@ -110,7 +110,9 @@ class RoPE(Position):
 
     def rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
         # Angles in float64: at position 2^20 a float32 angle is off by 0.06.
-        angles = positions.double()[:, None] * self.frequencies.double()  # (T, D/2)
+        angles = positions.double()[..., None] * self.frequencies.double()  # (T, D/2) or (B, T, D/2)
+        if positions.ndim == 2:
+            angles = angles[:, None]
         cos, sin = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
         first, second = heads.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

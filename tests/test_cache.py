@@ -1,0 +1,134 @@
+"""The cache of a layer: room, padding, reuse, the summary of its pages, and decoding through it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspan.kernels.pages import MANY_KEYS, PAGE
+from longspan.nn import Attention, KVCache, build_attention
+
+DIM, HEADS = 16, 4
+
+
+def layer(method: str = "asentmax", position: str = "nape", **options: Any) -> Attention:
+    """With weights large enough for attention to choose."""
+    torch.manual_seed(0)
+    attention = build_attention(method, DIM, HEADS, position=position, num_kv_heads=2, **options).double()
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return attention.requires_grad_(False)
+
+
+def inputs(time: int, batch: int = 2) -> Tensor:
+    return torch.randn(batch, time, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(time))
+
+
+def keys(time: int, seed: int = 0) -> Tensor:
+    return torch.randn(2, 3, time, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_nothing_is_copied_while_there_is_room() -> None:
+    cache = KVCache(room=300)
+    places = set()
+    for time in (100, 1, 1, 150, 48):
+        k, v, _ = cache.append(keys(time), keys(time, 1), None)
+        places.add((k.data_ptr(), v.data_ptr()))
+    assert len(places) == 1
+    assert len(cache) == 300
+    k, _, _ = cache.append(keys(1), keys(1), None)
+    assert len(cache) == 301
+    assert k.data_ptr() not in {place for place, _ in places}
+
+
+def test_a_reset_cache_is_a_new_one_in_the_same_memory() -> None:
+    attention, cache = layer(), KVCache(room=64)
+    first = attention(inputs(30), cache=cache)
+    where = cache.append(keys(0).double()[:, :2, :, :4], keys(0).double()[:, :2, :, :4], None)[0].data_ptr()
+    cache.reset(64)
+    assert len(cache) == 0
+    assert cache.summary() is None
+    torch.testing.assert_close(attention(inputs(30), cache=cache), first, rtol=0, atol=0)
+    assert cache.append(keys(0).double()[:, :2, :, :4], keys(0).double()[:, :2, :, :4], None)[0].data_ptr() == where
+    cache.reset()
+    assert attention(inputs(5, batch=3), cache=cache).shape == (3, 5, DIM)  # another batch takes memory of its own
+
+
+@pytest.mark.parametrize(
+    "times", [(200,), (1, 62, 1, 1, 63, 2, 70), (5, *[1] * 130)], ids=["whole", "pieces", "tokens"]
+)
+@pytest.mark.parametrize("room", [0, 200], ids=["growing", "reserved"])
+def test_the_summary_bounds_every_page_however_the_keys_came(times: tuple[int, ...], room: int) -> None:
+    cache = KVCache(room, boxes=True)
+    for number, time in enumerate(times):
+        k, _, _ = cache.append(keys(time, number), keys(time), None)
+        summary = cache.summary()
+        assert summary is not None
+        norms = torch.nn.functional.pad(k.norm(dim=-1), (0, -k.shape[2] % PAGE)).unflatten(-1, (-1, PAGE)).amax(-1)
+        torch.testing.assert_close(summary.norms, norms)
+        pages = k.split(PAGE, dim=2)
+        assert summary.low is not None
+        assert summary.high is not None
+        assert torch.equal(summary.low, torch.stack([page.amin(2) for page in pages], 2))
+        assert torch.equal(summary.high, torch.stack([page.amax(2) for page in pages], 2))
+    assert sum(times) == len(cache)
+
+
+def test_the_summary_reads_new_keys_alone() -> None:
+    cache = KVCache(room=200)
+    k, _, _ = cache.append(keys(100), keys(100), None)
+    before = cache.summary()
+    assert before is not None
+    expected = before.norms.clone()
+    k.zero_()
+    cache.append(keys(1) * 100, keys(1), None)
+    after = cache.summary()
+    assert after is not None
+    assert torch.equal(after.norms[..., 0], expected[..., 0])
+    assert (after.norms[..., 1] > expected[..., 1]).all()
+
+
+@pytest.mark.parametrize("position", ["nape", "rope", "alibi"])
+@pytest.mark.parametrize("method", ["asentmax", "softmax", "stick_breaking", "adaptive_temperature"])
+def test_padding_on_the_left_changes_nothing(method: str, position: str) -> None:
+    attention, x, starts = layer(method, position), inputs(40, batch=3), torch.tensor([0, 5, 17])
+    expected = [attention(x[item : item + 1, start:])[0] for item, start in enumerate(starts.tolist())]
+    cache = KVCache(starts=starts)
+    found = torch.cat([attention(part, cache=cache) for part in x.split([20, 1, 1, 3, 15], dim=1)], dim=1)
+    for item, start in enumerate(starts.tolist()):
+        torch.testing.assert_close(found[item, start:], expected[item], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["asentmax", "softmax", "topk"])
+def test_steps_over_many_keys_are_those_of_one_pass(method: str) -> None:
+    attention, x = layer(method), inputs(MANY_KEYS + 20, batch=1)
+    cache = KVCache(room=MANY_KEYS + 20)
+    attention(x[:, :MANY_KEYS], cache=cache)
+    found = torch.cat([attention(part, cache=cache) for part in x[:, MANY_KEYS:].split([1, 16, 3], dim=1)], dim=1)
+    torch.testing.assert_close(found, attention(x)[:, MANY_KEYS:], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("method", "boxes"), [("asentmax", True), ("softmax", False)])
+def test_a_layer_decodes_by_the_kernels(method: str, boxes: bool, device: torch.device) -> None:
+    pytest.importorskip("triton")
+    exact, x, starts = layer(method), inputs(100), torch.tensor([30, 0])
+    ours, outs = layer(method).float().to(device), []
+    for attention, read in ((exact, x), (ours, x.float().to(device))):
+        cache = KVCache(starts=starts.to(read.device), boxes=boxes)
+        attention(read[:, :97], cache=cache)
+        attention.impl = "triton" if attention is ours else "auto"
+        outs.append(torch.cat([attention(part, cache=cache) for part in read[:, 97:].split([1, 2], dim=1)], dim=1))
+    torch.testing.assert_close(outs[1].double().cpu(), outs[0], rtol=0, atol=2e-5)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        KVCache(room=-1)
+    with pytest.raises(ValueError, match="integers"):
+        KVCache(starts=torch.ones(2))
+    with pytest.raises(ValueError, match="3 starts"):
+        KVCache(starts=torch.tensor([0, 1, 2])).append(keys(4), keys(4), None)
+    with pytest.raises(ValueError, match="no document ids"):
+        KVCache(starts=torch.tensor([0, 1])).append(keys(4), keys(4), torch.zeros(2, 4, dtype=torch.long))
