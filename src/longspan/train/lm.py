@@ -285,6 +285,8 @@ class LanguageTrainer:
         """Go on from `checkpoint`, which must come from the same config."""
         if fingerprint(from_json(LanguageConfig, checkpoint.config)) != fingerprint(self.config):
             raise ValueError("the checkpoint comes from another config; start a new run to change a field")
+        if "optimizer.count" not in checkpoint.tensors:
+            raise ValueError("the checkpoint has no optimiser, it was tuned after training: it cannot go on")
         weights = _under("model.", checkpoint.tensors)
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.load_parameters(weights)
