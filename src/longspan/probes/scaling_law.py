@@ -8,8 +8,8 @@ for all heads), and is trained like any weight. Then each head's p_n is fitted, 
     power       delta + beta (log n)^gamma      ASEntmax
 
 and, since delta decides more than the law does, with delta + beta n and beta log n as well. log n is log(n + 1) as in
-`longspan.nn.scalers`. Two things are needed to read an R^2 here. The log fit is the power fit at gamma = 1, so the power
-fit is never worse: the question is by how much. And p_n is noisy, each number has been trained on its own: `ceiling` is
+`longspan.nn.scalers`. Two things are needed to read an R^2 here. The log fit is the power fit at gamma = 1, so the
+power fit is never worse: the question is by how much. And p_n is noisy, each number trained on its own: `ceiling` is
 the share of its variance that any smooth curve could explain, from the differences of neighbours.
 """
 
