@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from longspan.nn.llama import Llama
 from longspan.paper.language import BENCHMARKS
@@ -39,7 +39,7 @@ def run_benchmarks(
     corpus: Corpus,
     tasks: Sequence[str],
     *,
-    precision: Any = "float32",
+    precision: Literal["float32", "bfloat16"] = "float32",
     longest: int | None = None,
     limit: int | None = None,
     shots: int | None = None,
