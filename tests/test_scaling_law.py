@@ -30,6 +30,17 @@ def test_the_power_law_is_recovered(delta: float, beta: float, gamma: float) -> 
     assert (found.delta, found.beta, found.gamma) == pytest.approx((delta, beta, gamma), rel=1e-3, abs=1e-3)
 
 
+def test_the_first_position_has_no_say() -> None:
+    scales = law(1.0, 0.4, 1.3)
+    assert fits([99.0, *scales[1:]]) == fits(scales)
+    assert ceiling([99.0, *scales[1:]]) == ceiling(scales)
+
+
+def test_gamma_stays_where_it_is_looked_for() -> None:
+    jump = [1.0] * 150 + [2.0] * 5  # the steeper the better
+    assert fits(jump)["power"].gamma == pytest.approx(scaling_law.GAMMAS[1])
+
+
 def test_simpler_laws_are_recovered_and_told_apart() -> None:
     line = fits([0.02 * n for n in range(1, 301)])
     assert (line["linear"].beta, line["linear"].r2) == pytest.approx((0.02, 1))
