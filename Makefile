@@ -4,13 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format benchmark clean
+.PHONY: demo test integrations lint format benchmark clean
 
 demo: $(READY)
 	$(BIN)/longspan demo --out demo
 
 test: lint
 	$(BIN)/python -m pytest -n auto
+
+# The plug-ins' libraries are large (0.8 GB, most of it pyarrow, scipy, pandas and wandb), so only these tests ask for them.
+integrations: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torchtitan,lm-eval]'
+	$(BIN)/python -m pytest tests/test_torchtitan.py tests/test_lm_eval.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -33,8 +33,17 @@ RUNS: dict[str, dict[str, Any]] = {
     "recomputed": {"activations": "recomputed"},
     "joined": {"documents": "joined", "micro_batch": 4},
     "bfloat16": {"precision": "bfloat16"},
+    "muon": {"optimizer": "muon"},
+    "muon, resumed": {"optimizer": "muon"},  # on the first three steps of one process
     "stopped": {},  # by a signal that only the second process gets
 }
+
+
+def changed(config: LanguageConfig, changes: dict[str, Any]) -> LanguageConfig:
+    """With other fields, the optimiser's by its name."""
+    if name := changes.get("optimizer"):
+        changes = changes | {"optimizer": replace(config.optimizer, name=name, muon_learning_rate=0.02)}
+    return replace(config, **changes)
 
 
 def train(config: LanguageConfig, folder: Path, processes: Processes = ALONE, stop: Stop | None = None) -> Outcome:
@@ -70,11 +79,21 @@ def alone(config: LanguageConfig, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="module")
-def together(config: LanguageConfig, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone_by_muon(config: LanguageConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone_by_muon")
+    train(changed(config, RUNS["muon"]), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def together(
+    config: LanguageConfig, alone: Path, alone_by_muon: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The runs of `RUNS` in two processes."""
     folder = tmp_path_factory.mktemp("together")
     (folder / "config.json").write_text(json.dumps(to_json(config)))
     first_half(alone, folder / "resumed")
+    first_half(alone_by_muon, folder / "muon, resumed")
     torchrun(__file__, str(folder))
     return folder
 
@@ -127,6 +146,19 @@ def test_two_processes_train_what_one_does(together: Path, alone: Path, name: st
     assert_same(together / name, alone)
 
 
+@pytest.mark.parametrize("name", ["muon", "muon, resumed"])
+def test_muon_in_two_processes_is_muon_in_one(together: Path, alone_by_muon: Path, name: str) -> None:
+    assert_same(together / name, alone_by_muon)
+
+
+def test_one_process_goes_on_from_two_by_muon(
+    together: Path, alone_by_muon: Path, config: LanguageConfig, tmp_path: Path
+) -> None:
+    first_half(together / "muon", tmp_path / "run")
+    train(changed(config, RUNS["muon"]), tmp_path / "run")
+    assert_same(tmp_path / "run", alone_by_muon)
+
+
 def test_windows_of_joined_documents_all_at_once(together: Path, config: LanguageConfig, tmp_path: Path) -> None:
     train(replace(config, **RUNS["joined"]), tmp_path)
     assert_same(together / "joined", tmp_path)
@@ -151,8 +183,7 @@ def test_all_stop_at_the_same_step(together: Path) -> None:
     assert load(saved(together / "stopped" / "checkpoints")[-1]).step == 2
 
 
-def test_what_cannot_be_shared_is_told(together: Path, config: LanguageConfig) -> None:
-    assert (together / "told.txt").read_text() == "muon needs whole matrices: several processes train with adamw"
+def test_what_cannot_be_shared_is_told(config: LanguageConfig) -> None:
     with pytest.raises(ValueError, match=r"batch \(4\) must be a multiple of the number of processes \(3\)"):
         LanguageTrainer(config, processes=Processes(0, 3))
 
@@ -187,13 +218,7 @@ def main(folder: Path) -> None:
                     stop.wanted = self.step == 2
 
                 LanguageTrainer.advance = stopping  # type: ignore[method-assign]
-            train(replace(config, **changes), folder / name, processes, stop)
-        muon = replace(config, optimizer=replace(config.optimizer, name="muon"))
-        try:
-            LanguageTrainer(muon, processes=processes)
-        except ValueError as error:
-            if processes.first:
-                (folder / "told.txt").write_text(str(error))
+            train(changed(config, changes), folder / name, processes, stop)
 
 
 if __name__ == "__main__":

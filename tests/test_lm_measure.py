@@ -10,8 +10,8 @@ from test_lm_model import model
 from tiny_text import tiny_corpus
 from torch import Tensor, nn
 
-from longspan.evaluate import needles as measuring_needles
 from longspan.evaluate import perplexity as measuring
+from longspan.evaluate.continuation import batches_by_length, continuations
 from longspan.evaluate.needles import retrieval
 from longspan.evaluate.perplexity import Perplexity, change, long_documents, perplexity, token_losses
 from longspan.nn.cache import KVCache
@@ -118,7 +118,9 @@ class Oracle(nn.Module):
         self.said = -1
         return []
 
-    def forward(self, tokens: Tensor, *, caches: list[KVCache], only: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, *, caches: list[KVCache], only: Tensor, documents: Tensor | None = None
+    ) -> Tensor:
         self.said += 1
         if self.said == 0:
             self.reply = self.answers(tokens)
@@ -133,8 +135,11 @@ def test_found_needles_are_counted_by_the_exact_string(corpus: Corpus, task: str
     known = {tuple(maker.ids(needle)): needle for needle in made}
 
     def answers(tokens: Tensor) -> Tensor:
-        replies = [reply(known[tuple(prompt)]) for prompt in tokens.tolist()]
+        replies = [reply(known[tuple(prompt)]) for prompt in map(unpadded, tokens.tolist())]
         return torch.tensor([ids + [tokenizer.end] * (13 - len(ids)) for ids in replies])
+
+    def unpadded(prompt: list[int]) -> list[int]:
+        return prompt[prompt.index(tokenizer.begin) :]
 
     def reply(needle: Needle) -> list[int]:
         wrong = needle.answer[:-1] + str((int(needle.answer[-1]) + 1) % 10)
@@ -146,9 +151,19 @@ def test_found_needles_are_counted_by_the_exact_string(corpus: Corpus, task: str
     assert found.by_depth == [100, 100, 50, 0, 0]
 
 
-def test_batches_hold_prompts_of_one_length() -> None:
-    made = [Needle("", "", 0.0, tokens) for tokens in (5, 7, 5, 5, 7, 9)]
-    assert list(measuring_needles._equally_long(made, 10)) == [[0, 2], [3], [1], [4], [5]]
+def test_batches_hold_prompts_of_like_lengths() -> None:
+    assert list(batches_by_length([5, 7, 5, 5, 7, 9], 14)) == [[5], [1, 4], [0, 2], [3]]
+
+
+@pytest.mark.parametrize("position", ["nape", "rope"])
+@pytest.mark.parametrize("method", ["softmax", "asentmax"])
+def test_a_padded_prompt_continues_as_it_does_alone(method: str, position: str) -> None:
+    torch.manual_seed(0)
+    llama = model(method, vocabulary=51, position=position)
+    prompts = [torch.randint(50, (length,)).tolist() for length in (9, 30, 1)]
+    together = continuations(llama, prompts, 12, stop=50, device="cpu")
+    assert together == [continuations(llama, [prompt], 12, stop=50, device="cpu")[0] for prompt in prompts]
+    assert max(map(len, together)) == 12
 
 
 def test_an_untrained_model_finds_nothing(corpus: Corpus) -> None:

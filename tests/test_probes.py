@@ -38,8 +38,8 @@ def test_the_folder_is_the_registry() -> None:
         get_probe("nothing")
 
 
-# Over-squashing trains models for minutes; tests of its own do the same at a tiny size.
-@pytest.mark.parametrize("name", [name for name in probe_names() if name != "over-squashing"])
+# Over-squashing and the scaling law train models for minutes; tests of their own do the same at a tiny size.
+@pytest.mark.parametrize("name", [name for name in probe_names() if name not in ("over-squashing", "scaling-law")])
 def test_each_probe_measures_draws_and_agrees(name: str, tmp_path: Path) -> None:
     probe, rows = get_probe(name), rows_of(name)
     agrees, said = probe.verdict(rows)

@@ -1,5 +1,6 @@
 """Figures, drawn from result rows and nothing else. Needs the `plots` extra."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,8 +62,24 @@ class Map:
     colours: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Grid:
+    """One set of axes: a number in each cell of a table, `values[row][column]`, coloured on both sides of `middle`."""
+
+    title: str
+    x_label: str
+    y_label: str
+    values: Sequence[Sequence[float]]
+    spread: float  # from the middle to the full colour; cells beyond it have the full colour too
+    middle: float = 0.0
+
+
 def draw(
-    panels: Sequence[Panel | Map], path: Path, width: float = 7.2, height: float = 4.4, columns: int | None = None
+    panels: Sequence[Panel | Map | Grid],
+    path: Path,
+    width: float = 7.2,
+    height: float = 4.4,
+    columns: int | None = None,
 ) -> None:
     """Draw the panels into a PNG, PDF or SVG, written whole or not at all.
 
@@ -79,6 +96,8 @@ def draw(
     for panel, axes in zip(panels, all_axes.flat, strict=False):
         if isinstance(panel, Map):
             _draw_map(axes, panel)
+        elif isinstance(panel, Grid):
+            _draw_grid(axes, panel)
         else:
             _draw_panel(axes, panel)
     for empty in all_axes.flat[len(panels) :]:
@@ -170,3 +189,21 @@ def _draw_map(axes: Any, panel: Map) -> None:
     axes.set_title(panel.title, fontsize=11)
     if panel.lines or panel.points:
         axes.legend(frameon=False, fontsize=9)
+
+
+def _draw_grid(axes: Any, panel: Grid) -> None:
+    limits = {"vmin": panel.middle - panel.spread, "vmax": panel.middle + panel.spread}
+    rows, columns = len(panel.values), len(panel.values[0])
+    image = axes.imshow(panel.values, cmap="RdBu_r", aspect="auto", **limits)
+    axes.figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03, extend="both")
+    if rows * columns <= 64:  # more cells have no room for their numbers
+        for row, column in itertools.product(range(rows), range(columns)):
+            value = panel.values[row][column]
+            dark = abs(value - panel.middle) > 0.6 * panel.spread
+            style = {"ha": "center", "va": "center", "fontsize": 8, "color": "white" if dark else "black"}
+            axes.text(column, row, f"{value:.2g}", **style)
+    axes.set_xticks(range(columns), [str(column + 1) for column in range(columns)])
+    axes.set_yticks(range(rows), [str(row + 1) for row in range(rows)])
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
+    axes.set_title(panel.title, fontsize=11)

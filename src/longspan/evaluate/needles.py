@@ -1,14 +1,13 @@
 """Retrieval against length: needles in haystacks, greedy decoding with a cache, scored by the exact string."""
 
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 
+from longspan.evaluate.continuation import batches_by_length, continuations
 from longspan.evaluate.ladder import wilson
-from longspan.nn.generate import generate
 from longspan.nn.llama import Llama
 from longspan.text.needles import Needle, NeedleMaker, is_right
 
@@ -39,11 +38,11 @@ def retrieval(
     half = precision == "bfloat16" and device.type == "cuda"
     started = time.monotonic()
     right = [False] * len(needles)
-    for numbers in _equally_long(needles, _TOKENS.get(device.type, 1 << 14)):
-        prompts = torch.tensor([maker.ids(needles[number]) for number in numbers], device=device)
+    for numbers in batches_by_length([needle.tokens for needle in needles], _TOKENS.get(device.type, 1 << 14)):
+        prompts = [maker.ids(needles[number]) for number in numbers]
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            said = generate(model, prompts, maker.answer_tokens, stop=maker.tokenizer.end)
-        for number, answer in zip(numbers, said[:, prompts.shape[1] :].tolist(), strict=True):
+            said = continuations(model, prompts, maker.answer_tokens, stop=maker.tokenizer.end, device=device)
+        for number, answer in zip(numbers, said, strict=True):
             right[number] = is_right(needles[number].answer, maker.tokenizer.decode(answer))
     low, high = wilson(sum(right), len(right))
     return Retrieval(
@@ -54,16 +53,6 @@ def retrieval(
         len(right),
         time.monotonic() - started,
     )
-
-
-def _equally_long(needles: Sequence[Needle], tokens: int) -> Iterator[list[int]]:
-    """The numbers of needles in batches of one length, which need no padding, of about `tokens` tokens."""
-    lengths: dict[int, list[int]] = defaultdict(list)
-    for number, needle in enumerate(needles):
-        lengths[needle.tokens].append(number)
-    for length, numbers in lengths.items():
-        rows = max(1, tokens // length)
-        yield from (numbers[start : start + rows] for start in range(0, len(numbers), rows))
 
 
 def _by_depth(needles: Sequence[Needle], right: Sequence[bool]) -> list[float | None]:

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 from longspan.nn.llama import Llama
 from longspan.text.packing import TextBatch
 from longspan.train.config import OptimizerConfig
-from longspan.train.optimizers import Optimizer
+from longspan.train.matrices import from_owners, gathered, owned_by_each, owned_of, to_owners
+from longspan.train.optimizers import Optimizer, momentum_name, moved, muon_update
 
 
 class Processes(NamedTuple):
@@ -123,14 +124,20 @@ def reshard(model: nn.Module) -> None:
 
 
 class ShardedOptimizer(Optimizer):
-    """AdamW over the parts of a sharded model that lie on this process."""
+    """AdamW over the parts of a sharded model that lie on this process; Muon over the matrices that it owns."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, processes: Processes):
-        if config.name != "adamw":
-            raise ValueError(f"{config.name} needs whole matrices: several processes train with adamw")
         self.whole = dict(model.named_parameters())
         self.processes = processes
         super().__init__(_Parts(self.whole), config)
+        on_gpu = self.rate.is_cuda
+        self._update = torch.compile(muon_update, dynamic=False) if on_gpu else muon_update
+
+    def _shape(self, name: str) -> torch.Size:
+        return self.whole[name].shape
+
+    def _kept(self, count: int) -> int:
+        return owned_by_each(count, self.processes.size)
 
     @torch.no_grad()
     def step(self, gradients: dict[str, Tensor]) -> Tensor:
@@ -140,18 +147,34 @@ class ShardedOptimizer(Optimizer):
         shrink = (norm / self.config.clip).clamp_min(1) if self.config.clip is not None else torch.ones_like(norm)
         self.count += 1
         self._adam(gradients, shrink)
+        self._move_matrices(gradients, shrink)
         return norm
+
+    def _move_matrices(self, gradients: dict[str, Tensor], shrink: Tensor) -> None:
+        """Each process orthogonalises the matrices it owns, and all get their rows of every update."""
+        size, rate = self.processes.size, self.rate * self.config.muon_learning_rate
+        for shape, names in self.muon_groups.items():
+            parameters = [self.parameters[name].detach() for name in names]
+            whole = to_owners([gradients[name] for name in names], shape[0], size)
+            update = self._update(whole, self.momentum[shape], shrink, self.config)
+            moved(parameters, from_owners(update, parameters, size), rate, self.config)
 
     def state(self) -> dict[str, Tensor]:
         """As of one process; every process must call it."""
         tensors = super().state()
+        for shape, names in self.muon_groups.items():
+            tensors[momentum_name(shape)] = gathered(self.momentum[shape], len(names), self.processes.size)
         return {name: self._gathered(name.partition(".")[2], tensor) for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
         """Take over this process's parts of the tensors of `state`."""
+        matrices = {momentum_name(shape): momentum for shape, momentum in self.momentum.items()}
         for name, tensor in super().state().items():
-            tensor.copy_(self._part(name.partition(".")[2], state[name]))
+            if name in matrices:
+                tensor.copy_(owned_of(state[name], self.processes.rank, self.processes.size))
+            else:
+                tensor.copy_(self._part(name.partition(".")[2], state[name]))
 
     def load_parameters(self, state: dict[str, Tensor]) -> None:
         """The same for the parameters themselves."""

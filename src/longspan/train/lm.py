@@ -7,6 +7,7 @@ and the optimiser, and a run resumes bit for bit.
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,7 +158,14 @@ class Metrics(NamedTuple):
 class LanguageTrainer:
     """The state of a run and the step that moves it; of several processes, all call every method together."""
 
-    def __init__(self, config: LanguageConfig, device: torch.device | str = "cpu", processes: Processes = ALONE):
+    def __init__(
+        self,
+        config: LanguageConfig,
+        device: torch.device | str = "cpu",
+        processes: Processes = ALONE,
+        build: Callable[[DecoderConfig], Llama] = Llama,
+    ):
+        """`build` makes the model, for one that differs from what the config can say."""
         check(config)
         if config.batch % processes.size:
             raise ValueError(f"batch ({config.batch}) must be a multiple of the number of processes ({processes.size})")
@@ -176,7 +184,7 @@ class LanguageTrainer:
         held_out = evenly_spaced(corpus.split("validation"), config.context, config.validate_windows, separate)
         self.held_out = processes.share(held_out)
         torch.manual_seed(config.seed)
-        self.model = Llama(config.model).to(self.device)
+        self.model = build(config.model).to(self.device)
         self.optimizer = self._prepared()
         self.step = 0
         self._sums = torch.zeros(2, device=self.device)  # loss, gradient norm
@@ -285,6 +293,8 @@ class LanguageTrainer:
         """Go on from `checkpoint`, which must come from the same config."""
         if fingerprint(from_json(LanguageConfig, checkpoint.config)) != fingerprint(self.config):
             raise ValueError("the checkpoint comes from another config; start a new run to change a field")
+        if "optimizer.count" not in checkpoint.tensors:
+            raise ValueError("the checkpoint has no optimiser, it was tuned after training: it cannot go on")
         weights = _under("model.", checkpoint.tensors)
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.load_parameters(weights)

@@ -5,6 +5,8 @@ the same length. The orthogonalisation is a polynomial iteration in matrix produ
 together.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +30,23 @@ def orthogonalized(matrices: Tensor, steps: int = 5) -> Tensor:
     return (x.mT if tall else x).to(matrices.dtype)
 
 
+def muon_update(gradients: Tensor, momentum: Tensor, shrink: Tensor, config: OptimizerConfig) -> Tensor:
+    """Where Muon moves matrices (k, rows, columns) at a rate of 1; the momentum takes in gradients over `shrink`."""
+    rows, columns = momentum.shape[1:]
+    gradients = gradients / shrink
+    momentum.lerp_(gradients, 1 - config.momentum)
+    ahead = gradients.lerp(momentum, config.momentum)  # Nesterov's look
+    return orthogonalized(ahead) * max(1.0, rows / columns) ** 0.5
+
+
+def moved(parameters: list[Tensor], updates: Sequence[Tensor], rate: Tensor, config: OptimizerConfig) -> None:
+    """Take the updates off parameters that have decayed, in place."""
+    for parameter, update in zip(parameters, updates, strict=True):
+        if config.weight_decay:
+            parameter.mul_(1 - rate * config.weight_decay)
+        parameter.sub_(rate * update)
+
+
 def muon_step(
     parameters: list[Tensor],
     gradients: list[Tensor],
@@ -37,20 +56,18 @@ def muon_step(
     config: OptimizerConfig,
 ) -> None:
     """Move parameters of one shape along their gradients divided by `shrink`; `momentum` is (k, rows, columns)."""
-    rows, columns = momentum.shape[1:]
-    stacked = torch.stack(gradients) / shrink
-    momentum.lerp_(stacked, 1 - config.momentum)
-    update = orthogonalized(stacked.lerp(momentum, config.momentum))  # Nesterov's look ahead
-    update = update * (rate * max(1.0, rows / columns) ** 0.5)
-    for parameter, step in zip(parameters, update.unbind(), strict=True):
-        if config.weight_decay:
-            parameter.mul_(1 - rate * config.weight_decay)
-        parameter.sub_(step)
+    update = muon_update(torch.stack(gradients), momentum, shrink, config)
+    moved(parameters, update.unbind(), rate, config)
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     """Whether Muon may move it: a matrix inside a block that is not a scaler's projection."""
     return parameter.ndim == 2 and ".blocks." in f".{name}" and ".scaler." not in name
+
+
+def momentum_name(shape: torch.Size) -> str:
+    """What a checkpoint calls the momentum of the matrices of a shape."""
+    return f"momentum.{'x'.join(map(str, shape))}"
 
 
 class Optimizer:
@@ -69,17 +86,25 @@ class Optimizer:
         if config.name == "muon":
             for name, parameter in self.parameters.items():
                 if is_hidden_matrix(name, parameter):
-                    groups.setdefault(parameter.shape, []).append(name)
+                    groups.setdefault(self._shape(name), []).append(name)
         self.muon_groups = groups
         moved_by_muon = {name for names in groups.values() for name in names}
         self.adam_names = [name for name in self.parameters if name not in moved_by_muon]
         self.momentum = {
-            shape: torch.zeros(len(names), *shape, device=device) for shape, names in self.muon_groups.items()
+            shape: torch.zeros(self._kept(len(names)), *shape, device=device) for shape, names in groups.items()
         }
         self.first = {name: torch.zeros_like(self.parameters[name]) for name in self.adam_names}
         self.second = {name: torch.zeros_like(self.parameters[name]) for name in self.adam_names}
         # Compiled, what surrounds the products of the orthogonalisation is two passes over memory instead of ten.
         self._muon = torch.compile(muon_step, dynamic=False) if device.type == "cuda" else muon_step
+
+    def _shape(self, name: str) -> torch.Size:
+        """Of a whole parameter."""
+        return self.parameters[name].shape
+
+    def _kept(self, count: int) -> int:
+        """Of how many of `count` matrices the momentum lies here."""
+        return count
 
     @torch.no_grad()
     def step(self, gradients: dict[str, Tensor]) -> Tensor:
@@ -88,6 +113,10 @@ class Optimizer:
         shrink = (norm / self.config.clip).clamp_min(1) if self.config.clip is not None else torch.ones_like(norm)
         self.count += 1
         self._adam(gradients, shrink)
+        self._move_matrices(gradients, shrink)
+        return norm
+
+    def _move_matrices(self, gradients: dict[str, Tensor], shrink: Tensor) -> None:
         for shape, names in self.muon_groups.items():
             self._muon(
                 [self.parameters[name].detach() for name in names],
@@ -97,7 +126,6 @@ class Optimizer:
                 self.rate * self.config.muon_learning_rate,
                 self.config,
             )
-        return norm
 
     def _adam(self, gradients: dict[str, Tensor], shrink: Tensor) -> None:
         torch._fused_adamw_(  # one kernel, which divides the gradients by `shrink` on the way
@@ -122,7 +150,7 @@ class Optimizer:
         tensors = {"count": self.count}
         tensors |= {f"first.{name}": tensor for name, tensor in self.first.items()}
         tensors |= {f"second.{name}": tensor for name, tensor in self.second.items()}
-        tensors |= {f"momentum.{'x'.join(map(str, shape))}": tensor for shape, tensor in self.momentum.items()}
+        tensors |= {momentum_name(shape): tensor for shape, tensor in self.momentum.items()}
         return tensors
 
     @torch.no_grad()
