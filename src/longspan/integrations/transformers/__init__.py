@@ -1,0 +1,18 @@
+"""Longspan in Hugging Face transformers. Importing this registers the attention ``"longspan"``; needs that extra.
+
+    import longspan.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="longspan")
+
+It also gives the Auto classes our own models (`LongspanForCausalLM`), and `convert`, which gives a pretrained model our
+attention and its learned scales.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from longspan.integrations.transformers.attention import longspan_attention
+from longspan.integrations.transformers.masks import longspan_mask
+
+NAME = "longspan"
+
+AttentionInterface.register(NAME, longspan_attention)
+AttentionMaskInterface.register(NAME, longspan_mask)
