@@ -1,7 +1,7 @@
 """Who sees whom in a transformers model, said in a way that kernels understand.
 
-Transformers describes a mask by a function of indices and asks the attention in use to make of it what it needs. What we
-make, and what then travels through the model as its `attention_mask`, is one of
+Transformers describes a mask by a function of indices and asks the attention in use to make of it what it needs. What
+we make, and what then travels through the model as its `attention_mask`, is one of
 
     None                                 causal, the queries standing at the end of the keys
     integers (batch, 1, 1, used)         the same among equal ids: packed documents are 0, 1, ..., padding is -1; the
@@ -38,9 +38,9 @@ def longspan_mask(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> Tensor | None:
-    """The mask of one kind of layers, as transformers asks for it: queries from `q_offset` on, keys from `kv_offset` on.
+    """The mask of one kind of layers, as transformers asks for it.
 
-    `attention_mask` is (batch, time) and False at padding; `local_size` is the size of a window or of chunks.
+    Queries stand at `q_offset` and after, keys at `kv_offset` and after. `attention_mask` is (batch, time) and False at padding; `local_size` is the size of a window or of chunks.
     """
     tracing = is_tracing(attention_mask)
     # A static cache counts its tokens in a tensor. Read where a step is compiled it would break the graph, and a
