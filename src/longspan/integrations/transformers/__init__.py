@@ -9,6 +9,7 @@ attention and its learned scales.
 
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
+from longspan.integrations.transformers.anneal import AnnealAlpha, annealed
 from longspan.integrations.transformers.attention import longspan_attention
 from longspan.integrations.transformers.config import LongspanConfig
 from longspan.integrations.transformers.convert import convert, set_alpha
@@ -22,4 +23,13 @@ AttentionMaskInterface.register(NAME, longspan_mask)
 AutoConfig.register(LongspanConfig.model_type, LongspanConfig)
 AutoModelForCausalLM.register(LongspanConfig, LongspanForCausalLM)
 
-__all__ = ["LongspanConfig", "LongspanForCausalLM", "convert", "longspan_attention", "longspan_mask", "set_alpha"]
+__all__ = [
+    "AnnealAlpha",
+    "LongspanConfig",
+    "LongspanForCausalLM",
+    "annealed",
+    "convert",
+    "longspan_attention",
+    "longspan_mask",
+    "set_alpha",
+]

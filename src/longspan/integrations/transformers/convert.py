@@ -88,13 +88,14 @@ def set_alpha(model: nn.Module, alpha: float) -> None:
 
     if not 1 <= alpha <= 64:
         raise ValueError(f"alpha must be between 1 and 64, got {alpha}")
-    if isinstance(model, LongspanForCausalLM):
-        layers = [layer for layer in model.modules() if isinstance(layer, Entmax)]
+    ours = next((part for part in model.modules() if isinstance(part, LongspanForCausalLM)), None)
+    if ours is not None:
+        layers = [layer for layer in ours.modules() if isinstance(layer, Entmax)]
         if not layers or any(layer.logit is not None for layer in layers):
             raise ValueError("this model has no alpha to set: its attention is no entmax, or learns its alpha")
         for layer in layers:
             layer.fixed = float(alpha)
-        model.config.attention = {**model.config.attention, "alpha": float(alpha)}
+        ours.config.attention = {**ours.config.attention, "alpha": float(alpha)}
         return
     configs: dict[int, Any] = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     if not any(config._attn_implementation == "longspan" for config in configs.values()):

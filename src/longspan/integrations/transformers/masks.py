@@ -40,7 +40,8 @@ def longspan_mask(
 ) -> Tensor | None:
     """The mask of one kind of layers, as transformers asks for it.
 
-    Queries stand at `q_offset` and after, keys at `kv_offset` and after. `attention_mask` is (batch, time) and False at padding; `local_size` is the size of a window or of chunks.
+    Queries stand at `q_offset` and after, keys at `kv_offset` and after. `attention_mask` is (batch, time) and False at
+    padding; `local_size` is the size of a window or of chunks.
     """
     tracing = is_tracing(attention_mask)
     # A static cache counts its tokens in a tensor. Read where a step is compiled it would break the graph, and a

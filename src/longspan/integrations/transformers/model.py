@@ -119,7 +119,7 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **options: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """As transformers' own models have it. Without a cache, `position_ids` that start anew mark packed documents."""
+        """As transformers' own models have it. Without a cache, `position_ids` that start anew mark documents."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.decoder.embed(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, D)
