@@ -171,6 +171,7 @@ def test_a_compiled_model_is_the_model() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_trainer_fine_tunes_it_from_softmax_to_entmax(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
     model = convert(tiny("llama", "eager").float(), position="nape")
     before = {name: value.clone() for name, value in model.named_parameters() if ".longspan." in name}
     told = TrainingArguments(

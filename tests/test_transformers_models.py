@@ -187,6 +187,7 @@ class Copies(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_trainer_trains_it_and_anneals_alpha(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
     torch.manual_seed(0)
     hub = LongspanForCausalLM(LongspanConfig.of(sizes(), "llama"))
     scale = hub.decoder.get_parameter("blocks.0.attention.scaler.beta.weight")

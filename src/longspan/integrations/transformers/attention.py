@@ -13,7 +13,7 @@ from longspan.functional.threshold import Alpha
 from longspan.integrations.transformers.masks import View, read_mask, tokens_seen
 from longspan.nn.normalizers import Normalizer
 from longspan.nn.positions import Position
-from longspan.nn.scalers import Scaler
+from longspan.nn.scalers import NoScale, Scaler
 
 DEFAULT_ALPHA = 1.5
 
@@ -96,6 +96,8 @@ def longspan_attention(
 
 def scaled(q: Tensor, x: Tensor, view: View, scaler: Scaler, position: Position, causal: bool) -> Tensor:
     """The queries times what a scaler makes of the layer's input and of the number of tokens each of them sees."""
+    if isinstance(scaler, NoScale):
+        return q  # nobody asks for n, whose count sorts the documents
     n = tokens_seen(view, q.shape[0], q.shape[2], causal, q.device)  # (B, T)
     scale = scaler(x, n)  # (B, H, T)
     if scale is None:
