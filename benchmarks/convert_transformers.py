@@ -1,6 +1,6 @@
 """A pretrained softmax model of transformers turned into an ASEntmax one: its loss before, during and after.
 
-A Llama of 0.4 M parameters is trained on the texts of Python's own help, byte by byte, at 128 tokens. Copies of it are
+A Llama of 0.4 M parameters is trained on the source of Python's own library, byte by byte, at 128 bytes. Copies of it are
 then trained on for a third as long: as it is, and converted by `longspan.integrations.transformers.convert`, with its
 rotations and with NAPE, alpha raised from 1 to 1.5 over the first half. At the end each is asked for the same tokens
 after ever more context. About ten minutes on one core; rows go to a file, and the figure is drawn from them.
@@ -11,11 +11,11 @@ after ever more context. About ten minutes on one core; rows go to a file, and t
 import argparse
 import copy
 import math
+import sysconfig
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -33,16 +33,13 @@ ARMS = ("softmax, RoPE", "ASEntmax, RoPE kept", "ASEntmax, NAPE")
 
 
 def texts() -> tuple[Tensor, Tensor]:
-    """The bytes of the help topics, and of every tenth, which is held out."""
-    names = sorted(topics)
-    held_out = names[::10]
-    training = [name for name in names if name not in held_out]
-    return _bytes(training), _bytes(held_out)
+    """The bytes of the modules of Python's library, and of every tenth, which is held out."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return _bytes([path for number, path in enumerate(modules) if number % 10]), _bytes(modules[::10])
 
 
-def _bytes(names: list[str]) -> Tensor:
-    joined = "\n\n\n".join(topics[name] for name in names)
-    return torch.tensor(list(joined.encode()), dtype=torch.uint8)
+def _bytes(paths: list[Path]) -> Tensor:
+    return torch.frombuffer(bytearray(b"\n\n\n".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
 
 
 def windows(data: Tensor, starts: Tensor, length: int) -> Tensor:
@@ -154,7 +151,7 @@ def figure(rows: Path, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--longest", type=int, default=2048)
     parser.add_argument("--count", type=int, default=64, help="windows of a measurement")
     parser.add_argument("--threads", type=int, default=1)

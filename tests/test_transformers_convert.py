@@ -27,13 +27,13 @@ def converted(family: str, method: Any = "asentmax", position: Any = "nape", **o
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keeping_its_positions_it_starts_as_the_original(family: str, method: Any) -> None:
-    model = tiny(family, "sdpa")  # eager attention makes NaN of padding in float64
+    model = tiny(family, "eager").float()  # in float64, eager attention makes NaN of padding
     ids, mask = padded([tokens(1, 11)[0], tokens(1, 7)[0]], "left")
     before = model(ids, attention_mask=mask).logits
     assert convert(model, method, "keep") is model
     after = model(ids, attention_mask=mask).logits
     real = mask.bool()
-    assert torch.allclose(before[real], after[real], atol=1e-5)
+    assert torch.allclose(before[real], after[real], atol=1e-4)
     with torch.no_grad():
         set_alpha(model, 1.5)
         assert not torch.allclose(model(ids, attention_mask=mask).logits[real], before[real], atol=1e-3)

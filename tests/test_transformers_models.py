@@ -1,6 +1,8 @@
 """`LongspanForCausalLM`: our decoders in the hub's format are our decoders, and do what transformers' own models do."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -314,6 +316,19 @@ def test_lm_eval_reads_it(exported: Path) -> None:
             odds = hub(torch.tensor([whole])).logits[0].log_softmax(-1)
         expected = sum(odds[at - 1, whole[at]].item() for at in range(len(before), len(whole)))
         assert found == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_without_transformers_the_commands_say_what_they_need(command: str, tmp_path: Path) -> None:
+    code = f"import sys; sys.modules['transformers'] = None; sys.argv[1:] = ['{command}', '.', 'out']; "
+    run = subprocess.run(
+        [sys.executable, "-c", code + "import longspan.cli; longspan.cli.main()"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert run.returncode == 2
+    assert "needs transformers: pip install 'longspan[transformers]'" in run.stdout
 
 
 def test_what_is_wrong_is_said(exported: Path, tmp_path: Path) -> None:
