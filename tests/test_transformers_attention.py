@@ -216,6 +216,8 @@ def test_masks_made_by_hand_are_obeyed() -> None:
     added = torch.zeros(8, 8, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
     for mask in (seen, added):
         assert torch.allclose(model(ids, attention_mask=mask[None, None]).logits, expected, atol=1e-6)
+    with pytest.raises(ValueError, match=r"booleans or of floats to add, got torch\.int64"):
+        model(ids, attention_mask=seen.long()[None, None])
     q = torch.randn(1, 4, 8, 8)
     with pytest.raises(ValueError, match=r"must be \(batch, 1, queries, keys\)"):
         longspan_attention(model.model.layers[0].self_attn, q, q, q, torch.ones(8, 8))

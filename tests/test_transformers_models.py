@@ -1,7 +1,6 @@
 """`LongspanForCausalLM`: our decoders in the hub's format are our decoders, and do what transformers' own models do."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,11 +11,12 @@ import pytest
 import torch
 from test_cli import invoke, succeed
 from tiny_runs import TINY, train
-from tiny_transformers import VOCABULARY, gradients, greedy, padded, sharpened, tokens
+from tiny_transformers import VOCABULARY, gradients, greedy, padded, sharpened, tiny, tokens
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    DataCollatorWithFlattening,
     StaticCache,
     Trainer,
     TrainingArguments,
@@ -216,6 +216,18 @@ def test_trainer_trains_it_and_anneals_alpha(tmp_path: Path) -> None:
     assert torch.equal(back(ids).logits, hub.eval()(ids).logits)
 
 
+@pytest.mark.parametrize("kind", ["ours", "llama"])
+def test_the_collator_that_packs_documents_keeps_them_apart(kind: str) -> None:
+    model = pair("llama", sizes())[1] if kind == "ours" else tiny("llama", use_cache=False)  # as Trainer sets it
+    rows = [tokens(1, time, seed=time)[0] for time in (9, 6)]
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")
+    batch = collator([{"input_ids": row.tolist()} for row in rows])
+    model.train()
+    packed = model(**batch).loss
+    alone = [model(row[None], labels=row[None]).loss * (len(row) - 1) for row in rows]
+    assert torch.allclose(packed, sum(alone) / 13, atol=1e-6)
+
+
 def test_annealing_goes_from_start_to_end() -> None:
     assert [annealed(at, stages=5) for at in (0, 0.09, 0.1, 0.5, 1)] == [1.0, 1.0, 1.1, 1.5, 1.5]
     assert annealed(0, share=0) == 1.5
@@ -319,16 +331,15 @@ def test_lm_eval_reads_it(exported: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["export", "import"])
-def test_without_transformers_the_commands_say_what_they_need(command: str, tmp_path: Path) -> None:
-    code = f"import sys; sys.modules['transformers'] = None; sys.argv[1:] = ['{command}', '.', 'out']; "
-    run = subprocess.run(
-        [sys.executable, "-c", code + "import longspan.cli; longspan.cli.main()"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert run.returncode == 2
-    assert "needs transformers: pip install 'longspan[transformers]'" in run.stdout
+def test_without_transformers_the_commands_say_what_they_need(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("longspan.integrations.transformers")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = invoke(command, str(tmp_path), "out")
+    assert result.exit_code == 2
+    assert "needs transformers: pip install 'longspan[transformers]'" in " ".join(result.output.split())
 
 
 def test_what_is_wrong_is_said(exported: Path, tmp_path: Path) -> None:

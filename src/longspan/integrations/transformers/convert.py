@@ -196,9 +196,8 @@ def _equip(model: PreTrainedModel) -> None:
     made = type(model)
     original = made._layer.__bases__[1]
     for layer in [layer for layer in model.modules() if type(layer) is original]:
-        weight = layer.q_proj.weight
-        parts = _parts(model.config).to(weight.device)
-        parts.scaler.to(weight.dtype)  # slopes keep their digits
+        parts = _parts(model.config).to(layer.q_proj.weight.device)
+        parts.scaler.to(model.dtype)  # slopes keep their digits
         layer.__class__ = made._layer
         layer.longspan = parts
 

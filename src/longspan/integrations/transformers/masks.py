@@ -85,7 +85,7 @@ def _is_causal(mask_function: MaskFunction) -> bool:
     Transformers adds restrictions with `and_masks`; what it adds with `or_masks`, blocks of an image for instance, sees
     the future.
     """
-    return mask_function is causal_mask_function or mask_function.__qualname__.startswith("and_masks")
+    return mask_function is causal_mask_function or getattr(mask_function, "__qualname__", "").startswith("and_masks")
 
 
 def _documents(
@@ -137,6 +137,8 @@ def read_mask(mask: Tensor | None, key_time: int) -> View:
         mask = mask[..., :key_time]
         seen = mask > torch.finfo(mask.dtype).min / 2
         return View(key_time, dense=seen, bias=mask.masked_fill(~seen, 0))
+    if mask.shape[1:3] != (1, 1):
+        raise ValueError(f"a mask made by hand must be of booleans or of floats to add, got {mask.dtype}")
     return View(mask.shape[-1], documents=mask[:, 0, 0])
 
 
