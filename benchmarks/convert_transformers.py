@@ -2,8 +2,9 @@
 
 A Llama of 0.4 M parameters is trained on the source of Python's own library, byte by byte, at 128 bytes. Copies of it
 are then trained on for a third as long: as it is, and converted by `longspan.integrations.transformers.convert`, with
-its rotations and with NAPE, alpha raised from 1 to 1.5 over the first half. At the end each is asked for the same bytes
-after ever more context. About ten minutes on one core; rows go to a file, and the figure is drawn from them.
+its rotations and with NAPE, alpha raised from 1 to 1.5 over the first half; and under NAPE with softmax, to tell the two
+apart. At the end each is asked for the same bytes after ever more context. About a quarter of an hour on one core; rows
+go to a file, and the figure is drawn from them.
 
     python benchmarks/convert_transformers.py --figure docs/transformers/convert.png
 """
@@ -13,7 +14,7 @@ import copy
 import math
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from longspan.results import append_rows, provenance, read_rows
 CONTEXT = 128
 BATCH = 16
 SCORED = 64  # tokens at the end of a window, the same ones at every length
-ARMS = ("softmax, RoPE", "ASEntmax, RoPE kept", "ASEntmax, NAPE")
+ARMS = ("softmax, RoPE", "ASEntmax, RoPE kept", "ASEntmax, NAPE", "softmax, NAPE")
 
 
 def texts() -> tuple[Tensor, Tensor]:
@@ -109,11 +110,12 @@ def of_arm(name: str, model: PreTrainedModel) -> tuple[PreTrainedModel, Callable
     model = copy.deepcopy(model)
     if name == ARMS[0]:
         return model, lambda progress: None
-    convert(model, "asentmax", "nape" if "NAPE" in name else "keep")
-    return model, lambda progress: set_alpha(model, annealed(progress))
+    softmax = name.startswith("softmax")
+    convert(model, "softmax" if softmax else "asentmax", "nape" if "NAPE" in name else "keep")
+    return model, lambda progress: set_alpha(model, 1.0 if softmax else annealed(progress))
 
 
-def measure(out: Path, steps: int, longest: int, count: int) -> None:
+def measure(out: Path, arms: Sequence[str], steps: int, longest: int, count: int) -> None:
     training, held_out = texts()
     facts = provenance("cpu")
     started = time.monotonic()
@@ -128,7 +130,7 @@ def measure(out: Path, steps: int, longest: int, count: int) -> None:
         row(arm, "validate", model, step=step, loss=loss_at(model, held_out, CONTEXT, longest, count))
 
     original = pretrained(training, lambda model, step: validate("pretraining", model, step), steps)
-    for arm in ARMS:
+    for arm in arms:
         model, before = of_arm(arm, original)
         train(model, training, steps // 3, 1e-3, before, partial(validate, arm, model))
         for power in range(int(math.log2(longest // CONTEXT)) + 1):
@@ -152,6 +154,7 @@ def figure(rows: Path, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--longest", type=int, default=2048)
     parser.add_argument("--count", type=int, default=64, help="windows of a measurement")
     parser.add_argument("--threads", type=int, default=1)
@@ -161,7 +164,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     if not given.redraw:
-        measure(given.out, given.steps, given.longest, given.count)
+        measure(given.out, given.arms, given.steps, given.longest, given.count)
     if given.figure:
         figure(given.out, given.figure)
 
