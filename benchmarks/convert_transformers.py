@@ -2,9 +2,9 @@
 
 A Llama of 0.4 M parameters is trained on the source of Python's own library, byte by byte, at 128 bytes. Copies of it
 are then trained on for a third as long: as it is, and converted by `longspan.integrations.transformers.convert`, with
-its rotations and with NAPE, alpha raised from 1 to 1.5 over the first half; and under NAPE with softmax, to tell the two
-apart. At the end each is asked for the same bytes after ever more context. About a quarter of an hour on one core; rows
-go to a file, and the figure is drawn from them.
+its rotations and with NAPE, alpha raised from 1 to 1.5 over the first half; and under NAPE with softmax, to tell the
+two apart. At the end each is asked for the same bytes after ever more context. About a quarter of an hour on one core;
+rows go to a file, and the figure is drawn from them.
 
     python benchmarks/convert_transformers.py --figure docs/transformers/convert.png
 """
