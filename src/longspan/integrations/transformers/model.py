@@ -81,10 +81,9 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         for name, parameter in self.decoder.named_parameters():
             if not getattr(parameter, "_is_hf_initialized", False):
                 parameter.copy_(fresh.get_parameter(name))
-        for name, layer in self.decoder.named_modules():
-            if isinstance(layer, HubAttention):  # a position is made of buffers that no checkpoint holds
-                position = fresh.get_submodule(f"{name}.position")
-                layer.position = position.to(layer.position.scaled.device)
+        for name, value in fresh.named_buffers():  # no checkpoint holds them; put in place, they keep their digits
+            owner, _, leaf = name.rpartition(".")
+            setattr(self.decoder.get_submodule(owner), leaf, value.to(self.decoder.get_buffer(name).device))
         self._has_values = True
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
