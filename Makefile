@@ -35,5 +35,5 @@ clean:
 # The mark is made last, so that a set-up that was cut short starts over.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cli,train,plots,lm,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cli,train,plots,lm,transformers,dev]'
 	touch $(READY)

@@ -8,7 +8,7 @@ try:
 except ImportError as error:
     sys.exit(f"the command line needs {error.name}: pip install 'longspan[cli,train,plots]'")
 
-from longspan.cli import demo, inspect, lm, probes, sweep, tables, training
+from longspan.cli import demo, hub, inspect, lm, probes, sweep, tables, training
 from longspan.cli.console import fail
 
 app = typer.Typer(
@@ -29,6 +29,8 @@ app.command()(tables.table)
 app.add_typer(tables.figure_app, name="figure")
 app.command()(probes.probe)
 app.add_typer(lm.lm_app, name="lm")
+app.command()(hub.export)
+app.command("import")(hub.import_)
 tables.figure_app.command("probe")(probes.redraw)
 tables.figure_app.command("maps")(inspect.redraw_maps)
 
