@@ -82,7 +82,10 @@ def test_the_sizes_are_the_papers(
     ("name", "attention"),
     [
         ("paper/copy/nape/asentmax", AttentionConfig(initial_beta=None)),
-        ("longspan/copy/nape/asentmax", AttentionConfig(qk_norm=True)),
+        (
+            "longspan/copy/nape/asentmax",
+            AttentionConfig(delta=0.0, initial_beta=0.25, initial_gamma=1.0, qk_norm=True, qk_gain=0.4),
+        ),
         ("paper/copy/rope/topk_16", AttentionConfig("topk", "rope", top_k=16, rope_factor=16.0, initial_beta=None)),
         ("paper/copy/alibi/topk_half", AttentionConfig("topk", "alibi", top_fraction=0.5, initial_beta=None)),
         ("paper/copy/nope/stick_breaking", AttentionConfig("stick_breaking", "nope", initial_beta=None)),

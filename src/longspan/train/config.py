@@ -12,7 +12,13 @@ from longspan.nn.decoder import AttentionConfig, DecoderConfig
 
 Config = TypeVar("Config")
 
-_YOUNGER = {"initial_gamma": 0.0, "qk_gain": 1.0, "qk_noise": 0.0}  # fields of attention, and what they were before
+# Fields younger than the first published results, and what they were before.
+_YOUNGER = {
+    ("model", "attention", "initial_gamma"): 0.0,
+    ("model", "attention", "qk_gain"): 1.0,
+    ("model", "attention", "qk_noise"): 0.0,
+    ("noise_from",): 0.9,
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class RunConfig:
     longest: int = 64
     seed: int = 0
     average: float | None = None  # decay of the running average of the weights, which is then what is evaluated
+    noise_from: float = 0.9  # the token accuracy, a running mean, from which on there is `model.attention.qk_noise`
     precision: Literal["float32", "bfloat16"] = "float32"
     log_every: int = 100
     save_every: int = 1000
@@ -77,10 +84,12 @@ def fingerprint(config: RunConfig) -> str:
         for key, value in to_json(typed).items()
         if key not in watched and not key.startswith(("validate_", "test_"))
     }
-    attention = fields["model"]["attention"]
-    for name, nothing in _YOUNGER.items():
-        if attention[name] == nothing:
-            del attention[name]
+    for (*path, name), before in _YOUNGER.items():
+        holder = fields
+        for key in path:
+            holder = holder[key]
+        if holder[name] == before:
+            del holder[name]
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
@@ -91,6 +100,8 @@ def check(config: RunConfig) -> None:
             raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
     if config.shortest > config.longest:
         raise ValueError(f"shortest ({config.shortest}) must not be above longest ({config.longest})")
+    if not 0 <= config.noise_from <= 1:
+        raise ValueError(f"noise_from must be between 0 and 1, got {config.noise_from}")
     if config.average is not None and not 0 <= config.average < 1:
         raise ValueError(f"average must be at least 0 and below 1, got {config.average}")
 
