@@ -364,8 +364,9 @@ def test_a_cache_refuses_another_batch_and_ids_that_come_late() -> None:
 
 
 def test_a_joint_projection_is_that_of_every_layer() -> None:
-    attention = layer("softmax", "nope", num_kv_heads=2)
-    layers = (attention.query, attention.key, attention.value)
+    attention = layer("asentmax", "nope", num_kv_heads=2)
+    layers = (attention.query, attention.key, attention.value, *attention.scaler.projections())
+    assert len(layers) == 5
     x = torch.randn(2, 5, attention.query.in_features, dtype=attention.query.weight.dtype)
     for joint, part in zip(joint_projection(layers, x), layers, strict=True):
         torch.testing.assert_close(joint, part(x))

@@ -27,9 +27,13 @@ def width_of_head(dim: int, num_heads: int) -> int:
 
 
 def joint_projection(layers: Sequence[nn.Linear], x: Tensor) -> Sequence[Tensor]:
-    """What every layer makes of x, by one product; layers without biases."""
+    """What every layer makes of x, by one product."""
     weight = torch.cat([layer.weight for layer in layers])
-    return nn.functional.linear(x, weight).split([layer.out_features for layer in layers], dim=-1)
+    parts = nn.functional.linear(x, weight).split([layer.out_features for layer in layers], dim=-1)
+    return [
+        part if layer.bias is None else part + layer.bias.to(part.dtype)
+        for layer, part in zip(layers, parts, strict=True)
+    ]
 
 
 class Attention(nn.Module):
@@ -95,11 +99,12 @@ class Attention(nn.Module):
         """
         if cache is not None and (lengths is not None or not self.causal):
             raise ValueError("a cache needs causal attention and no right padding: pad on the left with `documents`")
-        layers = (self.query, self.key, self.value)
-        # Three small products leave a GPU half idle. A layer put in the place of one of ours is called as it is.
+        layers = (self.query, self.key, self.value, *self.scaler.projections())
+        # Small products leave a GPU half idle. A layer put in the place of one of ours is called as it is.
         at_once = x.is_cuda and all(type(layer) is nn.Linear for layer in layers)
         projected = joint_projection(layers, x) if at_once else [layer(x) for layer in layers]
-        q, k, v = (self._split(part) for part in projected)  # (B, H, T, D), (B, H_kv, T, D) twice
+        q, k, v = (self._split(part) for part in projected[:3])  # (B, H, T, D), (B, H_kv, T, D) twice
+        scaling = partial(self.scaler, x, projected=projected[3:]) if projected[3:] else partial(self.scaler, x)
         # Under autocast a norm may answer in float32; the three must agree.
         q, k = self.query_norm(q).to(v.dtype), self.key_norm(k).to(v.dtype)
         positions = (
@@ -110,23 +115,23 @@ class Attention(nn.Module):
             k, v, documents = cache.append(k, v, documents)
             if self._is_decoding(q, k, v, cache, documents):
                 n = (positions + 1).expand(len(q), -1)
-                out = self._decode(self._scaled(q, x, lambda: n), k, v, cache)
+                out = self._decode(self._scaled(q, scaling, lambda: n), k, v, cache)
                 return self.output(out.transpose(1, 2).flatten(2))
             if cache.starts is not None:
                 documents = cache.padding_as_document(x.device)
         rules = check_rules(q, k, v, self.position.slopes, self.scale, self.causal, lengths, documents)
         count = partial(visible_tokens, rules, q.shape[2], k.shape[2], len(q), q.device)
-        out = self._attend(self._scaled(q, x, count), k, v, rules)  # (B, H, T, D)
+        out = self._attend(self._scaled(q, scaling, count), k, v, rules)  # (B, H, T, D)
         return self.output(out.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _scaled(self, q: Tensor, x: Tensor, count: Callable[[], Tensor]) -> Tensor:
+    def _scaled(self, q: Tensor, scaling: Callable[[Tensor], Tensor | None], count: Callable[[], Tensor]) -> Tensor:
+        """The queries times what the scaler makes of n."""
         if isinstance(self.scaler, NoScale):
             return q  # nobody asks for n, whose count may sort the documents
-        n = count()  # (B, T)
-        scale = self.scaler(x, n)  # (B, H, T)
+        scale = scaling(count())  # (B, H, T) from (B, T)
         if scale is None:
             return q
         return q * torch.where(self.position.scaled[:, None], scale, 1).to(q.dtype)[..., None]

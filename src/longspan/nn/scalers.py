@@ -5,6 +5,7 @@ released code counts so too.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,10 @@ def log_length(n: Tensor, x: Tensor) -> Tensor:
 
 class Scaler(nn.Module):
     """From the layer's input (batch, time, dim) and n (batch, time) to multipliers (batch, heads, time), or None."""
+
+    def projections(self) -> Sequence[nn.Linear]:
+        """The linear layers that read x. `forward` of a scaler that has some takes their results as `projected` too."""
+        return ()
 
     def forward(self, x: Tensor, n: Tensor) -> Tensor | None:
         raise NotImplementedError
@@ -92,13 +97,18 @@ class Adaptive(Scaler):
                 nn.init.zeros_(self.gamma.weight)
                 nn.init.constant_(self.gamma.bias, math.atanh(initial_gamma / gamma_range))
 
-    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+    def projections(self) -> Sequence[nn.Linear]:
+        return (self.beta, self.gamma) if isinstance(self.gamma, nn.Linear) else (self.beta,)
+
+    def forward(self, x: Tensor, n: Tensor, projected: Sequence[Tensor] | None = None) -> Tensor:
+        projected = [layer(x) for layer in self.projections()] if projected is None else projected
         log_n = log_length(n, x)[..., None]  # (B, T, 1)
-        beta = nn.functional.softplus(self.beta(x).to(log_n.dtype))  # (B, T, H)
-        gamma = self.gamma
-        if isinstance(gamma, nn.Linear):
-            gamma = self.gamma_range * gamma(x).to(log_n.dtype).tanh()
-        return (self.delta + beta * log_n**gamma).transpose(1, 2)  # (B, H, T)
+        beta = nn.functional.softplus(projected[0].to(log_n.dtype))  # (B, T, H)
+        if isinstance(self.gamma, nn.Linear):
+            power = log_n ** (self.gamma_range * projected[1].to(log_n.dtype).tanh())
+        else:
+            power = log_n**self.gamma
+        return (self.delta + beta * power).transpose(1, 2)  # (B, H, T)
 
 
 SCALERS: dict[str, type[Scaler]] = {

@@ -2,9 +2,9 @@
 
 Sizes, samples and lengths are those of the paper's table of task details; warm-up, betas, learning rates and the start
 of the scalers are the released code's where the paper is silent or differs (a warm-up of 20K steps, for instance).
-`longspan/<task>/<position>/<method>` are the same cells by our recipe: Muon, a running average of the weights, far fewer
-steps, and for the sparse methods RMS norm on queries and keys whose small gains make attention start near uniform, scales
-that start at 1 and grow like log n, and for MQMTAR noise on queries and keys once the task is learned.
+`longspan/<task>/<position>/<method>` are the same cells by our recipe: Muon, a running average of the weights and far
+fewer steps; for the sparse methods RMS norm on queries and keys, whose small gains make attention start near uniform,
+scales that start at 1 and grow like log n, and on MQMTAR noise on queries and keys once the task is learned.
 """
 
 from collections.abc import Iterator
@@ -40,8 +40,8 @@ _CELLS = {
     "sort": _Cell(2, 256, 1024, 8, 312_500, 4e-4),
 }
 
-# Noise on q and k, from the moment that a task is learned. It helps where many keys are told apart by what they are, and
-# harms where they are told apart by where they stand.
+# Noise on q and k, from the moment that a task is learned. It helps where many keys are told apart by what they are,
+# and harms where they are told apart by where they stand.
 _NOISE = {"mqmtar": 1.0}
 
 POSITIONS = {
