@@ -50,11 +50,16 @@ def provenance(device: torch.device | str | None = None) -> Row:
     on_gpu = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     return {
         "commit": _commit(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([_program(), *sys.argv[1:]]),
         "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def _program() -> str:
+    path = Path(sys.argv[0])
+    return "longspan" if path.parts[-3:] == ("longspan", "cli", "__main__.py") else path.name
 
 
 def _commit() -> str | None:
