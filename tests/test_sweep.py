@@ -27,7 +27,7 @@ def jobs_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What `longspan sweep` would run, instead of running it."""
     seen: dict[str, Any] = {}
 
-    def record(jobs: list[Job], side_by_side: int, seconds: float, *_: object) -> None:
+    def record(jobs: list[Job], side_by_side: int, seconds: float, *_: object, **__: object) -> None:
         seen.update(jobs=jobs, side_by_side=side_by_side, seconds=seconds)
 
     monkeypatch.setattr(sweeps, "sweep", record)
@@ -48,7 +48,7 @@ def test_the_grid_is_every_combination(jobs_of: Any) -> None:
     assert (seen["side_by_side"], seen["seconds"]) == (3, 1500)
     jobs = seen["jobs"]
     assert len({job.folder for job in jobs}) == len({job.title for job in jobs}) == len(jobs) == 2 * 2 * 3 * 2 * 2
-    (job,) = [job for job in jobs if job.title == "mqmtar/rope/softmax learning_rate=0.001 seed 2"]
+    (job,) = [job for job in jobs if job.title == "longspan/mqmtar/rope/softmax learning_rate=0.001 seed 2"]
     assert job.config.optimizer.learning_rate == 1e-3
     assert (job.config.seed, job.config.model.attention.method, job.config.steps) == (2, "softmax", 20_000)
     assert job.folder == Path("runs/longspan-mqmtar-rope-softmax+optimizer.learning_rate=0.001-s2")
@@ -66,7 +66,7 @@ def test_a_combination_named_twice_runs_once_and_edits_reach_every_run(jobs_of: 
     assert (job.config.steps, job.config.batch, job.config.optimizer.muon_learning_rate) == (7, 3, 0.02)
     assert job.config.model.dim == 64
     assert job.folder.parent == Path("there")
-    assert job.evaluate == ["evaluate", str(job.folder), "--device", "cpu"]
+    assert job.evaluate == ["evaluate", str(job.folder), "--purpose", "both", "--device", "cpu"]
 
 
 def job_in(folder: Path, evaluate: bool = False, **changes: Any) -> Job:
@@ -88,6 +88,12 @@ def test_what_is_left_to_do_is_read_from_the_run(tmp_path: Path) -> None:
     append_rows(results, [{"step": 6, "length": 6, "samples": 20}, {"step": 5, "length": 12, "samples": 20}])
     assert job.next_command() is job.evaluate
     append_rows(results, [{"step": 6, "length": 12, "samples": 20}])
+    assert job.next_command() is job.evaluate
+    job.purposes = ["test"]
+    assert job.next_command() is None
+    job.purposes = ["validation", "test"]
+    validated = [{"step": 6, "length": length, "samples": 20, "purpose": "validation"} for length in (6, 12, 24, 48)]
+    append_rows(results, validated)
     assert job.next_command() is None
     job.look()
     assert job.step == 6
@@ -105,12 +111,13 @@ def test_a_sweep_trains_measures_skips_and_survives_a_failure(tmp_path: Path, mo
 
     result = CliRunner().invoke(app, ["sweep", *args], catch_exceptions=False)
     assert result.exit_code == 1, result.output
-    assert "copy/nape/softmax seed 0: finished, step 4" in result.output
+    assert "longspan/copy/nape/softmax seed 0: finished, step 4" in result.output
     assert "holds a run of another config" in result.output
     assert "failed: " in result.output
     assert "Traceback" not in result.output
     (good,) = [path for path in (tmp_path / "runs").iterdir() if "softmax" in path.name]
-    assert [row["length"] for row in read_rows(good / "results.jsonl")] == [6, 12]
+    measured = [(row["purpose"], row["length"]) for row in read_rows(good / "results.jsonl")]
+    assert measured == [*(("validation", length) for length in (6, 12, 24, 48)), ("test", 6), ("test", 12)]
     before = (good / "output.log").read_bytes()
 
     args.remove("entmax")
@@ -123,7 +130,7 @@ def test_a_sweep_trains_measures_skips_and_survives_a_failure(tmp_path: Path, mo
 def _folders(args: list[str]) -> list[str]:
     seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweeps, "sweep", lambda jobs, *_: seen.extend(str(job.folder) for job in jobs))
+        patch.setattr(sweeps, "sweep", lambda jobs, *_, **__: seen.extend(str(job.folder) for job in jobs))
         CliRunner().invoke(app, ["sweep", *args], catch_exceptions=False)
     return seen
 
