@@ -12,12 +12,12 @@ import pytest
 from tiny_runs import TINY_EDITS, log_of, tiny, train
 from typer.testing import CliRunner
 
-from longspan.cli import app
+from longspan.cli import app, main
 from longspan.cli.training import config_of
 from longspan.results import append_rows, read_rows
 from longspan.train import sweep as sweeps
 from longspan.train.loop import Stop
-from longspan.train.sweep import Job, sweep
+from longspan.train.sweep import Job, expected_seconds, sweep
 
 EDITS = [edit.removeprefix("--set=") for edit in TINY_EDITS]
 
@@ -67,6 +67,51 @@ def test_a_combination_named_twice_runs_once_and_edits_reach_every_run(jobs_of: 
     assert job.config.model.dim == 64
     assert job.folder.parent == Path("there")
     assert job.evaluate == ["evaluate", str(job.folder), "--purpose", "both", "--device", "cpu"]
+
+
+def test_whole_recipes_with_their_edits_and_a_plan_in_its_order(jobs_of: Any, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.txt"
+    plan.write_text(
+        "# the most urgent first\npaper/sort/nope/softmax+steps=7 2 0\n\nlongspan/copy/nape/entmax  # all\n"
+    )
+    jobs = jobs_of("paper/copy/rope/ssmax/smoke+batch=3", "--plan", str(plan), "--seeds", "2", "--out=r")["jobs"]
+    assert [(job.config.name, job.config.seed) for job in jobs] == [
+        ("paper/copy/rope/ssmax/smoke+batch=3", 0),
+        ("paper/copy/rope/ssmax/smoke+batch=3", 1),
+        ("paper/sort/nope/softmax+steps=7", 2),
+        ("paper/sort/nope/softmax+steps=7", 0),
+        ("longspan/copy/nape/entmax", 0),
+        ("longspan/copy/nape/entmax", 1),
+    ]
+    assert jobs[0].train == [
+        "train", "paper/copy/rope/ssmax", "--seed", "0", "--out", str(jobs[0].folder), "--device", "auto",
+        "--smoke", "--set", "batch=3",
+    ]  # fmt: skip
+    # A row's recipe makes the same run again.
+    again = jobs_of(jobs[2].config.name, "--seeds", "3", "--out=r")["jobs"][2]
+    assert (again.folder, again.train) == (jobs[2].folder, jobs[2].train)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "nothing to train"),
+        (["--plan=plan.txt"], "plan.txt, line 2: a line is a recipe and its seeds"),
+        (["paper/copy"], "there is no recipe 'paper/copy'"),
+        (["paper/copy/nape/softmax/huge"], "there is no size 'huge'"),
+        (["paper/copy/nape/softmax+steps=x"], "steps must be int"),
+    ],
+)
+def test_what_cannot_be_swept_is_told(
+    args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plan.txt").write_text("paper/copy/nape/softmax 1\npaper/copy/nape/softmax one\n")
+    monkeypatch.setattr(sys, "argv", ["longspan", "sweep", *args])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert message in " ".join(capsys.readouterr().out.split())
 
 
 def job_in(folder: Path, evaluate: bool = False, **changes: Any) -> Job:
@@ -125,6 +170,58 @@ def test_a_sweep_trains_measures_skips_and_survives_a_failure(tmp_path: Path, mo
     assert result.exit_code == 0, result.output
     assert "training" not in result.output
     assert (good / "output.log").read_bytes() == before
+
+
+def test_a_sweep_brings_in_rows_of_runs_that_went_well_and_of_one_that_diverged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    edits = "+".join(edit for edit in EDITS if "lengths" not in edit)
+    good = f"longspan/copy/nape/softmax/smoke+{edits}+test_lengths=[6]+steps=4"
+    bad = f"{good}+optimizer.learning_rate=1e30"
+    args = ["sweep", good, bad, "--evaluate", "--device=cpu", "--side-by-side=2", "--collect=out", "--weights=weights"]
+    result = CliRunner().invoke(app, args, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "2 runs, 2 at a time; 2 have no earlier run to go by" in result.output
+    assert ": diverged, step " in result.output
+    rows = list(read_rows(Path("out/results.jsonl")))
+    assert {(row["recipe"], row["ending"]) for row in rows if row.get("event") == "run"} == {
+        (good, "finished"),
+        (bad, "diverged"),
+    }
+    measured = [(row["purpose"], row["length"]) for row in rows if row["recipe"] == good and "length" in row]
+    assert measured == [*(("validation", length) for length in (6, 12, 24, 48)), ("test", 6)]
+    assert {row["event"] for row in read_rows(Path("out/logs.jsonl"))} >= {"start", "train", "finished", "diverged"}
+    assert [path.name for path in Path("weights").iterdir()] == [f"{good.replace('/', '-')}-s0"]
+
+    # The same command again: nothing is run, not even what diverged, and nothing is written twice.
+    result = CliRunner().invoke(app, args, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "training" not in result.output
+    assert list(read_rows(Path("out/results.jsonl"))) == rows
+
+
+def test_times_are_estimated_by_runs_of_the_same_task_and_method() -> None:
+    config = tiny(steps=1000)
+
+    def row(method: str, step: int, seconds: float, task: str = "copy") -> Any:
+        return {"event": "run", "task": task, "method": method, "step": step, "gpu_seconds": seconds}
+
+    assert expected_seconds(config, 0, []) is None
+    assert expected_seconds(config, 0, [row("asentmax", 10, 1.0, task="sort"), {"task": "copy"}]) is None
+    others = [row("softmax", 100, 1.0), row("softmax", 0, 9.0)]
+    assert expected_seconds(config, 0, others) == pytest.approx(10.0)
+    own = [row("asentmax", 100, seconds) for seconds in (2.0, 3.0, 50.0)]
+    assert expected_seconds(config, 400, [*others, *own]) == pytest.approx(18.0)
+
+
+def test_a_run_that_does_not_fit_is_passed_over(tmp_path: Path) -> None:
+    first, second = jobs = [long_job(tmp_path / "first"), job_in(tmp_path / "second", steps=3)]
+    train(second.config, second.folder)
+    sweep(jobs, 1, 60, Stop(), lambda: None, pause=0.01, fits=lambda job, left: job is second)
+    assert (first.state, second.state) == ("waiting", "finished")
+    sweep([first], 1, 60, Stop(), lambda: None, pause=0.01, reserve=60)  # all of the time is for saving
+    assert first.state == "waiting"
 
 
 def _folders(args: list[str]) -> list[str]:

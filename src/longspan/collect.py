@@ -6,7 +6,6 @@ Rows are appended and never rewritten; of two rows on one run the later counts.
 
 import json
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -45,7 +44,7 @@ def run_row(folder: Path) -> Row:
         "escape_step": next((row["step"] for row in trained if row["token_accuracy"] > ESCAPED), None),
         "loss": _finite(last.get("loss")),
         "token_accuracy": _finite(last.get("token_accuracy")),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime((folder / "log.jsonl").stat().st_mtime)),
+        "time": _time(folder, log),
         **{key: start.get(key) for key in _PROVENANCE},
     }
 
@@ -134,6 +133,14 @@ def keep_weights(run: Path, into: Path) -> Path:
 
 def _config(folder: Path) -> RunConfig:
     return from_json(RunConfig, json.loads((folder / "config.json").read_text()))
+
+
+def _time(folder: Path, log: list[Row]) -> str:
+    """When a run was last heard of; logs of an older kind do not say, but what was measured then does."""
+    told = [row["time"] for row in log if "time" in row]
+    if not told and (folder / "results.jsonl").exists():
+        told = [row["time"] for row in read_rows(folder / "results.jsonl")]
+    return str(told[-1]) if told else ""
 
 
 def _finite(value: float | None) -> float | None:

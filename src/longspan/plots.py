@@ -129,11 +129,14 @@ def _share_legend(figure: Any, all_axes: Any) -> float:
     lines: dict[str, Any] = {}
     for axes in all_axes:
         handles, labels = axes.get_legend_handles_labels()
-        lines |= dict(zip(labels, handles, strict=True))
+        lines |= {label: handle for label, handle in zip(labels, handles, strict=True) if label not in lines}
         if (legend := axes.get_legend()) is not None:
             legend.remove()
-    figure.legend(lines.values(), lines.keys(), loc="lower center", ncols=min(len(lines), 8), frameon=False)
-    return float(0.35 / figure.get_figheight())
+    lines = dict(sorted(lines.items(), key=lambda item: not len(item[1].get_xdata())))  # what is no curve comes last
+    widest = 0.5 + 0.09 * max(map(len, lines), default=0)  # inches of an entry
+    across = max(1, min(len(lines), 8, int(figure.get_figwidth() / widest)))
+    figure.legend(lines.values(), lines.keys(), loc="lower center", ncols=across, frameon=False)
+    return float((0.13 + 0.22 * -(-len(lines) // across)) / figure.get_figheight())
 
 
 def _draw_panel(axes: Any, panel: Panel) -> None:

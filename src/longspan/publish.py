@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from longspan import report
-from longspan.ladders import FIGURES, MAIN, MAIN_FIGURE, draw_all, figure_names, main_panels
+from longspan.ladders import FIGURES, MAIN, MAIN_FIGURE, RECIPES, draw_all, main_panels, task_panels
 from longspan.paper.names import config_named, parse_name
 from longspan.paper.tables import PaperTable, RowKey, get_table, table_names
 from longspan.results import Row
@@ -40,7 +40,8 @@ were not chosen, without `--chosen`), and `longspan table NAME --rows {folder} -
 
 
 def page(rows: Sequence[Row], folder: str = "results") -> str:
-    """The whole page in Markdown."""
+    """The whole page in Markdown; smoke runs are no results."""
+    rows = [row for row in rows if not (name := parse_name(row.get("recipe") or "")) or not name.size]
     choices = choose(rows)
     shown = reported_rows(rows, choices)
     parts = [_INTRODUCTION.format(folder=folder, rule=RULE), _costs(choices), "## The main table\n"]
@@ -118,7 +119,8 @@ def _block(table: PaperTable, rows: Sequence[Row], choices: Sequence[Choice]) ->
     mine = [choice for choice in choices if choice.cell.task == report.task_of(table)]
     made = {origin: choice for choice in mine for origin in report.table_rows(chosen_rows([choice]), table)}
     parts = [title]
-    parts += [f"![{table.name}: accuracy against length]({FIGURES}/{name}.png)\n" for name in figure_names(table)]
+    if not table.name.startswith("main/") and task_panels(rows, table):
+        parts.append(f"![{table.name}: accuracy against length]({FIGURES}/{table.name}.png)\n")
     parts += [report.as_markdown(lines) + "\n", *(f"Note: {note.text}\n" for note in table.notes)]
     parts.append(_details("95 % intervals, and samples a seed", _intervals(ours)))
     parts.append(_details("How each line was made, and by which command", _made(ours, made, table, rows)))
@@ -129,9 +131,10 @@ def _block(table: PaperTable, rows: Sequence[Row], choices: Sequence[Choice]) ->
 
 
 def _in_main(line: report.Line, table: PaperTable) -> bool:
-    """The main text is about NAPE; stick-breaking is a position of its own kind."""
+    """The main text is about NAPE; stick-breaking is a position of its own kind. Recipes stand as they are."""
     known = RowKey(line.position, line.method) in table.rows
-    return known or line.position == "nape" or line.method == "stick_breaking"
+    place = known or line.position == "nape" or line.method == "stick_breaking"
+    return place and line.source in (report.PUBLISHED, *RECIPES)
 
 
 def _cut(line: report.Line, lengths: Sequence[int]) -> report.Line:

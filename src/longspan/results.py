@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -43,6 +44,11 @@ def read_rows(path: Path) -> Iterator[Row]:
             if number == len(lines):
                 return
             raise ValueError(f"{path}, line {number}: not a JSON row ({error})") from error
+
+
+def now() -> str:
+    """The time, as rows have it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def provenance(device: torch.device | str | None = None) -> Row:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from longspan.nn.decoder import Decoder
-from longspan.results import Row, provenance, read_rows
+from longspan.results import Row, now, provenance, read_rows
 from longspan.tasks.base import Batch, Task, stream_seed
 from longspan.train.config import RunConfig, fingerprint
 
@@ -145,7 +145,7 @@ def row_of(
         "purpose": purpose,
         "length": length,
         **measurement._asdict(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "time": now(),
         **provenance(device),
     }
 

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from longspan.evaluate.ladder import measure
-from longspan.results import Row, append_rows, provenance
+from longspan.results import Row, append_rows, now, provenance
 from longspan.train import checkpoint as checkpoints
 from longspan.train.config import RunConfig, fingerprint, from_json, to_json
 from longspan.train.trainer import Metrics, Trainer, learning_rate, model_of
@@ -89,7 +89,7 @@ def run(config: RunConfig, folder: Path, device: torch.device | str, report: Rep
         report(row)
 
     shared = int(os.environ.get(SHARED_BY, 1))
-    note({"event": "start", "step": trainer.step, "side_by_side": shared, **provenance(device)})
+    note({"event": "start", "step": trainer.step, "side_by_side": shared, "time": now(), **provenance(device)})
     started, first = time.monotonic(), trainer.step
     try:
         _train(trainer, folder, note, stop, started)
@@ -97,10 +97,10 @@ def run(config: RunConfig, folder: Path, device: torch.device | str, report: Rep
     except Exception as error:
         event, seconds = ("diverged" if isinstance(error, Diverged) else "failed"), time.monotonic() - started
         with suppress(OSError):  # a full disk has no room for a last word
-            note({"event": event, "step": trainer.step, "seconds": seconds, "reason": str(error)})
+            note({"event": event, "step": trainer.step, "seconds": seconds, "time": now(), "reason": str(error)})
         raise
     ending: Literal["finished", "stopped"] = "finished" if trainer.step >= config.steps else "stopped"
-    note({"event": ending, "step": trainer.step, "seconds": time.monotonic() - started})
+    note({"event": ending, "step": trainer.step, "seconds": time.monotonic() - started, "time": now()})
     return Outcome(ending, trainer.step, path)
 
 
