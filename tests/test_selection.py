@@ -1,11 +1,18 @@
 """The choice of a learning rate: by validation rows alone, by shorter lengths where the longer ones are level."""
 
+from pathlib import Path
+
 import pytest
 from made_up_rows import result, run, whole
+from typer.testing import CliRunner
 
+from longspan.cli import app
+from longspan.cli.sweep import _planned
+from longspan.cli.training import config_of
+from longspan.evaluate.ladder import identity
 from longspan.paper.names import config_named, parse_name
 from longspan.paper.recipes import recipe
-from longspan.results import Row
+from longspan.results import Row, append_rows
 from longspan.selection import CellKey, Choice, choose, chosen_rows
 
 BASE = "longspan/copy/nape/softmax"
@@ -124,6 +131,17 @@ def test_rows_of_an_earlier_form_of_a_recipe_are_set_aside() -> None:
 def test_the_rows_of_the_chosen_rate_go_under_the_name_of_their_family() -> None:
     rows = validated(f"{LOW}+steps=500+log_every=7", {512: 2.0}) + validated(f"{BASE}+steps=500", {512: 1.0})
     assert {row["recipe"] for row in chosen_rows(choose(rows))} == {f"{BASE}+steps=500"}
+
+
+def test_the_command_prints_a_plan_of_what_was_chosen(tmp_path: Path) -> None:
+    rows = validated(LOW, {512: 2.0}) + validated(OWN, {512: 1.0}) + validated("paper/sort/nape/ssmax", {512: 1.0})
+    append_rows(tmp_path / "rows.jsonl", rows)
+    args = ["choose", "copy", "--rows", str(tmp_path), "--seeds", "2"]
+    output = CliRunner().invoke(app, args, catch_exceptions=False).output
+    rates = identity(config_of(LOW, 0, False, []))["rates"]
+    assert output == f"{LOW} 0 1  # {rates}: validation at 512: 2.0 against 1.0\n"
+    (tmp_path / "plan.txt").write_text(output)
+    assert list(_planned(tmp_path / "plan.txt", [])) == [(LOW, [0, 1])]
 
 
 def test_rows_of_other_kinds_are_no_part_of_it() -> None:

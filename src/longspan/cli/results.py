@@ -1,4 +1,4 @@
-"""`longspan collect` and `longspan report`: from runs to rows, from rows to the page of results."""
+"""`longspan collect`, `choose` and `report`: from runs to rows, from rows to rates, and to the page of results."""
 
 from pathlib import Path
 from typing import Annotated
@@ -45,3 +45,18 @@ def report(
         publish.write_whole(path, text)
     for path in [*pages, *publish.draw(rows, folder)]:
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
+
+
+def choose(
+    rows: Annotated[list[Path] | None, typer.Option("--rows", help="Folders or files with rows.", exists=True)] = None,
+    contains: Annotated[str, typer.Argument(help="Only recipes that contain this.")] = "",
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds the plan asks for: 0, 1, ...")] = 3,
+) -> None:
+    """Print the learning rate that validation chooses for every method, and why: a plan for `longspan sweep --plan`."""
+    from longspan import selection
+    from longspan.report import rows_under
+
+    for choice in selection.choose(list(rows_under(rows or [RESULTS]))):
+        if contains in choice.chosen.recipe:
+            numbers = " ".join(map(str, range(seeds)))
+            typer.echo(f"{choice.chosen.recipe} {numbers}  # {choice.chosen.rates}: {choice.reason}")
