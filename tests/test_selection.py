@@ -67,7 +67,7 @@ def test_where_nothing_is_right_the_accuracy_by_token_decides() -> None:
     rows += validated(OWN, {512: 0.0, 256: 0.0}, token_accuracy=11.0)
     choice = one(rows)
     assert choice.chosen.recipe == LOW
-    assert choice.reason == "validation at 512 by token: 12.0 against 11.0"
+    assert choice.reason == "validation by token: 12.0 against 11.0"
 
 
 def test_test_rows_play_no_part() -> None:

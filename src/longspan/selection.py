@@ -18,8 +18,8 @@ RULE = (
     "For each task, position, method and recipe the learning rate is chosen by validation samples, which share no seed "
     "with test samples, at lengths up to 8 times the training length: the rate whose mean over seeds at 8 times is the "
     "highest; rates that are level there are compared at 4 times, then 2, then 1, and if they are level everywhere "
-    "(0 at every length, for instance) by their accuracy by token at 8, 4, 2 and 1 times. If even that is level, the "
-    "recipe's own rate is taken, then the lowest. Only seeds that every rate was run with are compared, so that "
+    "(0 at every length, for instance) by their accuracy by token, averaged over these lengths. If even that is level, "
+    "the recipe's own rate is taken, then the lowest. Only seeds that every rate was run with are compared, so that "
     "further seeds of the chosen rate cannot change the choice; a run that diverged or failed counts as 0. "
     "Neither test samples nor longer lengths play a part."
 )
@@ -76,13 +76,17 @@ class Candidate:
         return bad | {seed for _, seed in self.validation()}
 
     def score(self, lengths: Sequence[int], seeds: Iterable[int]) -> tuple[float, ...]:
-        """Mean over seeds by length, of the task's metric and then of the accuracy by token; what is missing is 0."""
+        """Means over seeds: the task's metric by length, and last the accuracy by token over all; missing is 0.
+
+        The average, because alone at the longest length it would rank what is left of chance.
+        """
         rows, seeds = self.validation(), list(seeds)
-        return tuple(
-            round(sum(rows[length, seed][key] for seed in seeds if (length, seed) in rows) / max(len(seeds), 1), 6)
-            for key in ("value", "token_accuracy")
-            for length in lengths
-        )
+
+        def mean(key: str, length: int) -> float:
+            return sum(rows[length, seed][key] for seed in seeds if (length, seed) in rows) / max(len(seeds), 1)
+
+        by_token = sum(mean("token_accuracy", length) for length in lengths) / max(len(lengths), 1)
+        return tuple(round(value, 6) for value in (*(mean("value", length) for length in lengths), by_token))
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ def _reason(best: tuple[float, ...], rivals: Sequence[tuple[float, ...]], length
     if not rivals:
         return f"the only rate with validation rows{without}"
     rival = max(rivals)
-    labels = [f"at {length}" for length in lengths] + [f"at {length} by token" for length in lengths]
+    labels = [*(f"at {length}" for length in lengths), "by token"]
     for label, ours, theirs in zip(labels, best, rival, strict=True):
         if ours != theirs:
             return f"validation {label}: {ours:.1f} against {theirs:.1f}{without}"
