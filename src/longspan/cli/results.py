@@ -33,7 +33,7 @@ def report(
     from longspan.report import rows_under
 
     rows = list(rows_under([folder]))
-    pages = {folder / publish.PAGE: publish.page(rows, folder.name)}
+    pages = {folder / publish.PAGE: publish.page(rows, folder.resolve().name)}
     if front is not None:
         pages[front] = publish.put_between(front.read_text(encoding="utf-8"), publish.front(rows))
     if check:
