@@ -101,7 +101,7 @@ def test_the_table_shows_a_smoke_run_below_the_papers_lines(trained: Path) -> No
 def test_the_table_as_markdown_and_as_csv(trained: Path) -> None:
     assert "\nSmoke runs\n\n| position | method | source | 6 |" in succeed("table", "main/copy", "--markdown")
     cells = list(csv.DictReader(succeed("table", "copy", "--csv").splitlines()))
-    ours = [cell for cell in cells if cell["source"] != "paper"]
+    ours = [cell for cell in cells if cell["source"] != "published"]
     assert {(cell["position"], cell["method"], cell["seeds"]) for cell in ours} == {("nape", "asentmax", "1")}
     assert len(cells) > 100
 

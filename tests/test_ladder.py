@@ -9,7 +9,7 @@ import torch
 from tiny_runs import TINY, tiny
 
 from longspan.evaluate import ladder
-from longspan.evaluate.ladder import lengths_measured, measure, row_of, wilson
+from longspan.evaluate.ladder import identity, lengths_measured, measure, row_of, samples_at, wilson
 from longspan.nn.decoder import Decoder
 from longspan.results import append_rows
 from longspan.tasks import get_task
@@ -115,6 +115,7 @@ def test_a_row_says_what_was_measured_of_what_where_and_when(trained: Trainer) -
     assert row.keys() == {
         "task", "method", "position", "length", "metric", "value", "low", "high", "token_accuracy", "samples",
         "seconds", "recipe", "seed", "step", "config", "time", "commit", "command", "device", "torch", "python",
+        "purpose", "variant", "rates", "trained_to",
     }  # fmt: skip
     assert (row["task"], row["method"], row["position"], row["length"]) == ("copy", "asentmax", "nape", 4)
     assert (row["recipe"], row["config"]) == ("longspan/copy/nape/asentmax/smoke", fingerprint(TINY))
@@ -123,10 +124,32 @@ def test_a_row_says_what_was_measured_of_what_where_and_when(trained: Trainer) -
 
 def test_a_length_is_measured_when_its_step_has_a_row_of_enough_samples(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    assert lengths_measured(path, 5, 10) == set()
-    rows = [(5, 64, 10), (5, 128, 9), (4, 256, 10), (5, 512, 100)]
+    wanted = {64: 10, 128: 10, 256: 10, 512: 10, 1024: 5}
+    assert lengths_measured(path, 5, wanted) == set()
+    rows = [(5, 64, 10), (5, 128, 9), (4, 256, 10), (5, 512, 100), (5, 1024, 5), (5, 2048, 10)]
     append_rows(path, [{"step": step, "length": length, "samples": samples} for step, length, samples in rows])
-    assert lengths_measured(path, 5, 10) == {64, 512}
+    append_rows(path, [{"step": 5, "length": 256, "samples": 10, "purpose": "validation"}])
+    assert lengths_measured(path, 5, wanted) == {64, 512, 1024}
+    assert lengths_measured(path, 5, wanted, "validation") == {256}
+
+
+def test_few_samples_will_do_at_long_lengths_and_validation_ends_at_8_times_the_training_length() -> None:
+    config = tiny(test_lengths=[65536, 6, 8192, 16384], test_samples=1000)
+    assert samples_at(config, "test") == {6: 1000, 8192: 1000, 16384: 200, 65536: 200}
+    assert list(samples_at(config, "test")) == [6, 8192, 16384, 65536]
+    assert samples_at(config, "validation") == {6: 1000, 12: 1000, 24: 1000, 48: 1000}
+    assert samples_at(tiny(test_lengths=[16384], test_samples=20), "test") == {16384: 20}
+
+
+def test_the_seeds_of_one_config_share_a_variant() -> None:
+    one, other, faster = (
+        identity(config) for config in (TINY, tiny(seed=1), tiny(optimizer__learning_rate=0.5, average=None))
+    )
+    assert one["config"] != other["config"]
+    assert one["variant"] == other["variant"] != faster["variant"]
+    assert (one["rates"], faster["rates"]) == ("Muon 0.02, AdamW 0.003", "Muon 0.02, AdamW 0.5")
+    assert identity(tiny(optimizer__name="adamw"))["rates"] == "AdamW 0.003"
+    assert one["trained_to"] == 6
 
 
 def test_a_length_that_cannot_be_is_refused() -> None:

@@ -27,13 +27,13 @@ SOFTMAX = "longspan/copy/nape/softmax"
 
 
 def lines_of(*rows: Row) -> list[Line]:
-    return [line for line in table_lines(rows, TABLE) if line.source != "paper"]
+    return [line for line in table_lines(rows, TABLE) if line.source != "published"]
 
 
 def test_without_rows_the_papers_lines_stand_alone() -> None:
     assert table_lines([], TABLE) == [
-        Line("nape", "softmax", "paper", {64: Cell(100, None, 100, 1), 128: Cell(50, None, 50, 1)}),
-        Line("nape", "topk_16", "paper", {64: Cell(90, None, 90, 1)}),
+        Line("nape", "softmax", "published", {64: Cell(100, None, 100, 1), 128: Cell(50, None, 50, 1)}),
+        Line("nape", "topk_16", "published", {64: Cell(90, None, 90, 1)}),
     ]
 
 
@@ -46,11 +46,11 @@ def test_our_lines_follow_the_papers_and_those_without_a_peer_come_last() -> Non
         row("longspan/copy/nape/softmax+optimizer.learning_rate=0.001", 64, 5.0),
     ]
     assert [line[:3] for line in table_lines(rows, TABLE)] == [
-        ("nape", "softmax", "paper"),
+        ("nape", "softmax", "published"),
         ("nape", "softmax", "longspan"),
         ("nape", "softmax", "longspan+optimizer.learning_rate=0.001"),
         ("nape", "softmax", "paper"),
-        ("nape", "topk_16", "paper"),
+        ("nape", "topk_16", "published"),
         ("nape", "topk_16", "longspan"),
         ("rope", "softmax", "paper"),
     ]
@@ -58,7 +58,7 @@ def test_our_lines_follow_the_papers_and_those_without_a_peer_come_last() -> Non
 
 def test_seeds_are_a_mean_a_spread_and_a_best() -> None:
     (line,) = lines_of(*(row(SOFTMAX, 64, value, seed) for seed, value in enumerate([10.0, 20.0, 60.0])))
-    assert line.cells[64] == Cell(30, 700**0.5, 60, 3)
+    assert line.cells[64] == Cell(30, 700**0.5, 60, 3, worst=10)
     assert str(line.cells[64]) == "30.0±26.5 (60.0)"
     assert str(lines_of(row(SOFTMAX, 64, 12.34))[0].cells[64]) == "12.3"
 
@@ -67,7 +67,7 @@ def test_of_a_seed_measured_twice_the_latest_row_counts() -> None:
     early, late = (row(SOFTMAX, 64, day, time=f"2026-01-0{day}T00:00:00Z") for day in (1, 2))
     for rows in ((early, late), (late, early)):
         (line,) = lines_of(*rows)
-        assert line.cells[64] == Cell(2, None, 2, 1)
+        assert line.cells[64] == Cell(2, None, 2, 1, worst=2)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_a_table_of_the_main_text_takes_the_rows_of_its_task() -> None:
 
 
 MIXED = [
-    row(SOFTMAX, 64, 10.0),
-    row(SOFTMAX, 256, 5.0, 0),
-    row(SOFTMAX, 256, 7.0, 1),
+    row(SOFTMAX, 64, 10.0, low=5.0, high=15.0, samples=1000),
+    row(SOFTMAX, 256, 5.0, 0, low=2.0, high=8.0, samples=1000),
+    row(SOFTMAX, 256, 7.0, 1, low=4.0, high=10.0, samples=200),
     row(f"{SOFTMAX}/smoke+steps=5", 12, 99.0),
 ]
 
@@ -116,9 +116,9 @@ def test_markdown() -> None:
     assert as_markdown(table_lines(MIXED, TABLE)).splitlines() == [
         "| position | method | source | 64 | 128 | 256 |",
         "| --- | --- | --- | ---: | ---: | ---: |",
-        "| nape | softmax | paper | 100.0 | 50.0 |  |",
+        "| nape | softmax | published | 100.0 | 50.0 |  |",
         "| nape | softmax | longspan | 10.0 |  | 6.0±1.4 (7.0) |",
-        "| nape | topk_16 | paper | 90.0 |  |  |",
+        "| nape | topk_16 | published | 90.0 |  |  |",
         "",
         "Smoke runs",
         "",
@@ -130,19 +130,20 @@ def test_markdown() -> None:
 
 def test_csv() -> None:
     assert as_csv(table_lines(MIXED, TABLE)).splitlines() == [
-        "position,method,source,length,mean,spread,best,seeds",
-        "nape,softmax,paper,64,100.00,,100.00,1",
-        "nape,softmax,paper,128,50.00,,50.00,1",
-        "nape,softmax,longspan,64,10.00,,10.00,1",
-        "nape,softmax,longspan,256,6.00,1.41,7.00,2",
-        "nape,softmax,longspan/smoke+steps=5,12,99.00,,99.00,1",
-        "nape,topk_16,paper,64,90.00,,90.00,1",
+        "position,method,source,length,mean,spread,best,seeds,low,high,samples",
+        "nape,softmax,published,64,100.00,,100.00,1,,,",
+        "nape,softmax,published,128,50.00,,50.00,1,,,",
+        "nape,softmax,longspan,64,10.00,,10.00,1,5.00,15.00,1000",
+        "nape,softmax,longspan,256,6.00,1.41,7.00,2,3.00,9.00,200",
+        "nape,softmax,longspan/smoke+steps=5,12,99.00,,99.00,1,,,",
+        "nape,topk_16,published,64,90.00,,90.00,1,,,",
     ]
 
 
 def test_rows_are_found_under_folders_and_logs_are_not_rows(tmp_path: Path) -> None:
     append_rows(tmp_path / "runs" / "a" / "results.jsonl", [{"n": 1}])
     append_rows(tmp_path / "runs" / "a" / "log.jsonl", [{"n": 2}])
+    append_rows(tmp_path / "runs" / "logs.jsonl", [{"n": 2}])
     append_rows(tmp_path / "runs" / "b" / "results.jsonl", [{"n": 3}])
     append_rows(tmp_path / "more.jsonl", [{"n": 4}])
     assert [each["n"] for each in rows_under([tmp_path / "runs", tmp_path / "more.jsonl"])] == [1, 3, 4]

@@ -20,7 +20,7 @@ from torch import nn
 from longspan.nn import Adaptive, AdaptiveTemperature, Entmax, Normalizer, NoScale, Scaler, Softmax, SSMax, TopK
 from longspan.nn.retriever import Retriever
 from longspan.paper.max_retrieval import ACCURACY as PAPER
-from longspan.paper.max_retrieval import LENGTHS
+from longspan.paper.max_retrieval import DEMO_ROWS, LENGTHS
 from longspan.plots import Panel, draw
 from longspan.results import Row
 from longspan.tasks.max_retrieval import MaxRetrieval
@@ -50,16 +50,6 @@ CONTESTANTS = (
     Contestant("entmax 1.5", Entmax),
     Contestant("top-2", lambda: TopK(k=2)),
 )
-
-# The rows of the table, from the most dispersed to the least, and the paper's row for each.
-PAPER_ROWS = {
-    "softmax": "softmax",
-    "adaptive temperature": "adaptive temperature",
-    "entmax 1.5": "entmax 1.5",
-    "ssmax": "ssmax",
-    "top-2": "top-2",
-    "asentmax": "asentmax, gamma 3",
-}
 
 
 @dataclass(frozen=True)
@@ -191,8 +181,8 @@ def _compete_by_name(name: str, config: DemoConfig) -> None:
 
 
 def curves(rows: Iterable[Row], key: str) -> dict[str, dict[int, float]]:
-    """`key` by method and length, in the order of `PAPER_ROWS`."""
-    found: dict[str, dict[int, float]] = {name: {} for name in PAPER_ROWS}
+    """`key` by method and length, in the order of `DEMO_ROWS`."""
+    found: dict[str, dict[int, float]] = {name: {} for name in DEMO_ROWS}
     for row in rows:
         found[row["method"]][row["length"]] = row[key]
     return {name: dict(sorted(curve.items())) for name, curve in found.items() if curve}
@@ -208,7 +198,7 @@ def draw_figures(rows: list[Row], config: DemoConfig, folder: Path) -> list[Path
                 title=f"Max Retrieval: trained on at most {config.longest} items",
                 y_label="accuracy (%)",
                 curves=measured,
-                dotted={name: PAPER[PAPER_ROWS[name]] for name in measured},
+                dotted={name: PAPER[DEMO_ROWS[name]] for name in measured},
                 dotted_label="the paper",
                 trained_to=config.longest,
                 y_limits=(0, 103),

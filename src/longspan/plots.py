@@ -11,13 +11,21 @@ COLOURS = {
     "softmax": "#d1495b",
     "adaptive temperature": "#edae49",
     "ssmax": "#e07a3f",
+    "assmax": "#b5651d",
+    "stick_breaking": "#c77dff",
     "top-2": "#8d96a3",
+    "topk_16": "#b8bec8",
+    "topk_32": "#8d96a3",
+    "topk_half": "#5c6470",
+    "entmax": "#3a86c8",
+    "sentmax": "#48cae4",
     "entmax 1.25": "#8ecae6",
     "entmax 1.5": "#3a86c8",
     "entmax 1.75": "#5e60ce",
     "entmax 2": "#1d3557",
     "entmax 4": "#7b2cbf",
     "asentmax": "#0b6e4f",
+    "asentmax, gamma 3": "#0b6e4f",
     "asentmax, γ = -0.5": "#95d5b2",
     "asentmax, γ = 1": "#40916c",
     "asentmax, γ = 2": "#0b6e4f",
@@ -29,13 +37,17 @@ Curve = Mapping[int, float] | Mapping[float, float]
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: curves by method, length on the x axis. `marks`: dashed vertical lines in a curve's colour."""
+    """One set of axes: curves by method, length on the x axis.
+
+    `bands` are shaded from a low to a high value by length, `marks` dashed vertical lines, both in a curve's colour.
+    """
 
     title: str
     y_label: str
     curves: Mapping[str, Curve]
     dotted: Mapping[str, Curve] = field(default_factory=dict)
     dotted_label: str = ""
+    bands: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
     trained_to: int | None = None
     y_scale: str = "linear"
     y_limits: tuple[float, float] | None = None
@@ -88,6 +100,7 @@ def draw(
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "longspan"  # the same rows, the same file
     from matplotlib import pyplot
 
     across = columns or len(panels)
@@ -106,7 +119,7 @@ def draw(
     figure.tight_layout(rect=(0, below, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".part{path.suffix}")
-    figure.savefig(draft, dpi=144)
+    figure.savefig(draft, dpi=144, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
     draft.replace(path)
 
@@ -116,18 +129,21 @@ def _share_legend(figure: Any, all_axes: Any) -> float:
     lines: dict[str, Any] = {}
     for axes in all_axes:
         handles, labels = axes.get_legend_handles_labels()
-        lines |= dict(zip(labels, handles, strict=True))
+        lines |= {label: handle for label, handle in zip(labels, handles, strict=True) if label not in lines}
         if (legend := axes.get_legend()) is not None:
             legend.remove()
-    figure.legend(lines.values(), lines.keys(), loc="lower center", ncols=min(len(lines), 8), frameon=False)
-    return float(0.35 / figure.get_figheight())
+    lines = dict(sorted(lines.items(), key=lambda item: not len(item[1].get_xdata())))  # what is no curve comes last
+    widest = 0.5 + 0.09 * max(map(len, lines), default=0)  # inches of an entry
+    across = max(1, min(len(lines), 8, int(figure.get_figwidth() / widest)))
+    figure.legend(lines.values(), lines.keys(), loc="lower center", ncols=across, frameon=False)
+    return float((0.13 + 0.22 * -(-len(lines) // across)) / figure.get_figheight())
 
 
 def _draw_panel(axes: Any, panel: Panel) -> None:
     lengths: list[float] = sorted({length for curve in panel.curves.values() for length in curve})
     colours = {**COLOURS, **panel.colours}
     for method, curve in panel.curves.items():
-        ours = method == "asentmax"
+        ours = method.startswith("asentmax") and "γ" not in method
         (line,) = axes.plot(
             list(curve),
             list(curve.values()),
@@ -139,6 +155,9 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
             zorder=3 if ours else 2,
         )
         colours[method] = line.get_color()
+    for method, band in panel.bands.items():
+        lows, highs = zip(*band.values(), strict=True) if band else ((), ())
+        axes.fill_between(list(band), lows, highs, color=colours.get(method), alpha=0.15, linewidth=0, zorder=1.5)
     for method, curve in panel.dotted.items():
         style = {"color": colours.get(method), "linestyle": ":", "linewidth": 1, "alpha": 0.8, "zorder": 1.9}
         axes.plot(list(curve), list(curve.values()), **style)

@@ -8,8 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from longspan.evaluate.ladder import purpose_of, wilson
+from longspan.paper.max_retrieval import DEMO_ROWS
+from longspan.paper.names import parse_name
 from longspan.paper.tables import PaperTable
 from longspan.results import Row, read_rows
+
+PUBLISHED = "published"  # the source of the paper's own numbers; `paper` is its recipe, run by us
+_ROPE_FACTOR = "model.attention.rope_factor="
 
 
 class Cell(NamedTuple):
@@ -19,6 +25,10 @@ class Cell(NamedTuple):
     spread: float | None  # standard deviation; None for one seed
     best: float
     seeds: int
+    low: float | None = None  # the 95 % interval that the samples leave, mean over seeds, which share their samples
+    high: float | None = None
+    samples: int | None = None  # of the seed that has the fewest
+    worst: float | None = None
 
     def __str__(self) -> str:
         if self.spread is None:
@@ -31,7 +41,7 @@ class Line(NamedTuple):
 
     position: str
     method: str
-    source: str  # "paper", or the recipe that made ours
+    source: str  # "published", or the recipe that made ours
     cells: dict[int, Cell]
 
     @property
@@ -40,7 +50,7 @@ class Line(NamedTuple):
         return self.source.partition("+")[0].endswith("/smoke")
 
 
-_Origin = tuple[str, str, str]  # position, method, source
+Origin = tuple[str, str, str]  # position, method, source
 
 
 def rows_under(folders: Iterable[Path]) -> Iterator[Row]:
@@ -50,20 +60,39 @@ def rows_under(folders: Iterable[Path]) -> Iterator[Row]:
             yield from read_rows(folder)
         else:
             for path in sorted(folder.rglob("*.jsonl")):
-                if path.name != "log.jsonl":
+                if path.name not in ("log.jsonl", "logs.jsonl"):
                     yield from read_rows(path)
 
 
 def table_lines(rows: Iterable[Row], table: PaperTable) -> list[Line]:
     """The paper's lines of a table, each followed by ours of the same position and method, then ours without a peer."""
-    task = table.name.removeprefix("main/")
-    ours = _our_lines(row for row in rows if row.get("task") == task and "recipe" in row)
+    ours = _our_lines(table_rows(rows, table))
     lines: list[Line] = []
     for (position, method), cells in table.rows.items():
-        paper = {length: Cell(value, None, value, 1) for length, value in cells.items()}
-        lines.append(Line(position, method, "paper", paper))
+        published = {length: Cell(value, None, value, 1) for length, value in cells.items()}
+        lines.append(Line(position, method, PUBLISHED, published))
         lines += [line for line in ours if (line.position, line.method) == (position, method)]
     return lines + [line for line in ours if (line.position, line.method) not in table.rows]
+
+
+def task_of(table: PaperTable) -> str:
+    """The task that a table is about."""
+    return {"rope_factor": "flip_flop_sparse"}.get(table.name, table.name.removeprefix("main/"))
+
+
+def table_rows(rows: Iterable[Row], table: PaperTable) -> dict[Origin, list[Row]]:
+    """Our test rows of a table, by the line that they belong to."""
+    task = task_of(table)
+    found: dict[Origin, list[Row]] = defaultdict(list)
+    for row in map(_of_demo, rows):
+        if row.get("task") != task or "recipe" not in row or "value" not in row or purpose_of(row) != "test":
+            continue
+        position, method, source = origin_of(row)
+        if table.name == "rope_factor":
+            position = "rope_factor_16" if position == "rope" else position  # what every recipe has
+        if position.startswith("rope_") == (table.name == "rope_factor"):
+            found[position, method, source].append(row)
+    return dict(sorted(found.items()))
 
 
 def table_lengths(lines: Iterable[Line]) -> list[int]:
@@ -90,14 +119,17 @@ def _markdown_table(lines: Sequence[Line]) -> str:
 
 
 def as_csv(lines: Sequence[Line]) -> str:
-    """One line a cell: position, method, source, length, mean, spread, best, seeds."""
+    """One line a cell: position, method, source, length, mean, spread, best, seeds, the interval, samples a seed."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["position", "method", "source", "length", "mean", "spread", "best", "seeds"])
+    heading = ["position", "method", "source", "length", "mean", "spread", "best", "seeds", "low", "high", "samples"]
+    writer.writerow(heading)
     for line in lines:
         for length, cell in sorted(line.cells.items()):
-            spread = "" if cell.spread is None else f"{cell.spread:.2f}"
-            numbers = [f"{cell.mean:.2f}", spread, f"{cell.best:.2f}", cell.seeds]
+            spread, low, high = (
+                "" if value is None else f"{value:.2f}" for value in (cell.spread, cell.low, cell.high)
+            )
+            numbers = [f"{cell.mean:.2f}", spread, f"{cell.best:.2f}", cell.seeds, low, high, cell.samples or ""]
             writer.writerow([line.position, line.method, line.source, length, *numbers])
     return out.getvalue()
 
@@ -107,24 +139,51 @@ def _texts(line: Line, lengths: Sequence[int], missing: str) -> list[str]:
     return [line.position, line.method, line.source, *cells]
 
 
-def _our_lines(rows: Iterable[Row]) -> list[Line]:
-    """Rows by recipe; a seed measured twice at a length counts once, by its latest row."""
-    latest: dict[tuple[_Origin, int], dict[int, Row]] = defaultdict(dict)  # (origin, length) -> seed -> row
-    for row in sorted(rows, key=lambda row: row["time"]):
-        latest[_origin(row), row["length"]][row["seed"]] = row
-    found: dict[_Origin, dict[int, Cell]] = defaultdict(dict)
-    for (origin, length), by_seed in latest.items():
-        values = [row["value"] for row in by_seed.values()]
-        spread = statistics.stdev(values) if len(values) > 1 else None
-        found[origin][length] = Cell(statistics.mean(values), spread, max(values), len(values))
-    return [Line(*origin, cells) for origin, cells in sorted(found.items())]
+def _our_lines(rows: dict[Origin, list[Row]]) -> list[Line]:
+    return [Line(*origin, cells_of(found)) for origin, found in rows.items()]
 
 
-def _origin(row: Row) -> _Origin:
-    """A recipe's name tells more than the row, `topk_16` for instance; a run without one has its row's words."""
-    base, plus, edits = row["recipe"].partition("+")
-    parts = base.split("/")
-    if len(parts) < 4:
+def cells_of(rows: Iterable[Row]) -> dict[int, Cell]:
+    """The rows of one line by length; a seed measured twice at a length counts once, by its latest row."""
+    latest: dict[int, dict[int, Row]] = defaultdict(dict)  # length -> seed -> row
+    for row in sorted(rows, key=lambda row: row.get("time", "")):
+        latest[row["length"]][row["seed"]] = row
+    return {length: _cell(list(by_seed.values())) for length, by_seed in sorted(latest.items())}
+
+
+def _cell(rows: Sequence[Row]) -> Cell:
+    values = [row["value"] for row in rows]
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    low, high = (_mean_of(key, rows) for key in ("low", "high"))
+    samples = min((row["samples"] for row in rows), default=None) if all("samples" in row for row in rows) else None
+    return Cell(statistics.mean(values), spread, max(values), len(values), low, high, samples, min(values))
+
+
+def _mean_of(key: str, rows: Sequence[Row]) -> float | None:
+    return statistics.mean(row[key] for row in rows) if all(key in row for row in rows) else None
+
+
+def origin_of(row: Row) -> Origin:
+    """A recipe's name tells more than the row, `topk_16` for instance; a run without one has its row's words.
+
+    A change of RoPE's factor is a position of its own, as in the paper's ablation.
+    """
+    name = parse_name(row["recipe"])
+    if name is None:
         return row["position"], row["method"], row["recipe"] or "unnamed"
-    author, _, position, method, *rest = parts
-    return position, method, "/".join([author, *rest]) + plus + edits
+    position = name.position
+    kept = tuple(edit for edit in name.edits if not edit.startswith(_ROPE_FACTOR))
+    for edit in name.edits:
+        if edit.startswith(_ROPE_FACTOR):
+            value = edit.removeprefix(_ROPE_FACTOR)
+            position = "rope_unscaled" if value in ("null", "None") else f"rope_factor_{float(value):g}"
+    return position, name.method, "+".join(["/".join(filter(None, (name.author, name.size))), *kept])
+
+
+def _of_demo(row: Row) -> Row:
+    """A row of the demo of Max Retrieval, which has no recipe, in the words of the others."""
+    if row.get("task") != "max_retrieval" or row.get("method") not in DEMO_ROWS or "accuracy" not in row:
+        return row
+    low, high = wilson(round(row["accuracy"] * row["samples"] / 100), row["samples"])
+    recipe = f"demo/max_retrieval/none/{DEMO_ROWS[row['method']]}"
+    return {**row, "recipe": recipe, "value": row["accuracy"], "low": 100 * low, "high": 100 * high}

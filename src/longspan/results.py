@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -45,16 +46,26 @@ def read_rows(path: Path) -> Iterator[Row]:
             raise ValueError(f"{path}, line {number}: not a JSON row ({error})") from error
 
 
+def now() -> str:
+    """The time, as rows have it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
 def provenance(device: torch.device | str | None = None) -> Row:
     """Where and how the rows of this run were made, on `device`, by default a GPU where there is one."""
     on_gpu = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     return {
         "commit": _commit(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([_program(), *sys.argv[1:]]),
         "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def _program() -> str:
+    path = Path(sys.argv[0])
+    return "longspan" if path.parts[-3:] == ("longspan", "cli", "__main__.py") else path.name
 
 
 def _commit() -> str | None:

@@ -8,7 +8,7 @@ try:
 except ImportError as error:
     sys.exit(f"the command line needs {error.name}: pip install 'longspan[cli,train,plots]'")
 
-from longspan.cli import demo, hub, inspect, lm, probes, sweep, tables, training
+from longspan.cli import demo, hub, inspect, lm, probes, results, sweep, tables, training
 from longspan.cli.console import fail
 
 app = typer.Typer(
@@ -25,7 +25,10 @@ app.command()(training.train)
 app.command()(training.evaluate)
 app.command()(inspect.inspect)
 app.command(cls=sweep.Spread)(sweep.sweep)
+app.command()(results.collect)
+app.command()(results.choose)
 app.command()(tables.table)
+app.command()(results.report)
 app.add_typer(tables.figure_app, name="figure")
 app.command()(probes.probe)
 app.add_typer(lm.lm_app, name="lm")

@@ -69,7 +69,7 @@ def _progress() -> Progress:
 def _accuracy_table(rows: list[dict[str, object]]) -> Table:
     """Each method's measured accuracies, the paper's below in grey."""
     from longspan import demo as story
-    from longspan.paper.max_retrieval import ACCURACY, LENGTHS
+    from longspan.paper.max_retrieval import ACCURACY, DEMO_ROWS, LENGTHS
 
     table = Table(title="Max Retrieval, accuracy (%); in grey: the paper's", box=None, header_style="bold")
     table.add_column("items", no_wrap=True)
@@ -77,6 +77,6 @@ def _accuracy_table(rows: list[dict[str, object]]) -> Table:
         table.add_column(str(length), justify="right")
     for name, curve in story.curves(rows, "accuracy").items():
         table.add_row(name, *(f"{curve[length]:.1f}" if length in curve else "" for length in LENGTHS))
-        paper = ACCURACY[story.PAPER_ROWS[name]]
+        paper = ACCURACY[DEMO_ROWS[name]]
         table.add_row("", *(f"{paper[length]:.1f}" for length in LENGTHS), style="bright_black")
     return table

@@ -15,6 +15,8 @@ from longspan.cli.lm_tables import show_language
 from longspan.paper.language import LANGUAGE_TABLES
 from longspan.paper.recipes import recipe_names
 from longspan.paper.tables import RowKey, get_table
+from longspan.publish import reported_rows
+from longspan.selection import choose
 from longspan.tasks import all_tasks, get_task, stream_seed
 from longspan.tasks.max_retrieval import MaxRetrieval
 
@@ -70,6 +72,7 @@ def table(
     rows: Sources = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV, one line a cell.")] = False,
+    chosen: Annotated[bool, typer.Option("--chosen", help="Only the rates that validation chose.")] = False,
 ) -> None:
     """Print our results beside the paper's: mean ± spread (best) over seeds."""
     if name in LANGUAGE_TABLES:
@@ -78,7 +81,8 @@ def table(
         )
         return
     paper = get_table(name)
-    lines = report.table_lines(report.rows_under(rows or RUNS), paper)
+    found = list(report.rows_under(rows or RUNS))
+    lines = report.table_lines(reported_rows(found, choose(found)) if chosen else found, paper)
     if markdown or csv:
         typer.echo(report.as_markdown(lines) if markdown else report.as_csv(lines))
         return
@@ -97,7 +101,7 @@ def _drawn(title: str, lines: list[report.Line]) -> Table:
     for length in lengths:
         drawn.add_column(str(length), justify="right", no_wrap=True)
     for line in lines:
-        theirs = line.source == "paper"
+        theirs = line.source == report.PUBLISHED
         cells = [str(line.cells[length]) if length in line.cells else "-" for length in lengths]
         drawn.add_row(line.position, line.method, line.source, *cells, style="bright_black" if theirs else None)
     return drawn
@@ -114,10 +118,10 @@ def ladder(
 
     paper = get_table(name)
     lines = report.table_lines(report.rows_under(rows or RUNS), paper)
-    ours = [line for line in lines if line.source != "paper"]
+    ours = [line for line in lines if line.source != report.PUBLISHED]
     if not ours:
         fail(f"there are no result rows of {name} under {', '.join(map(str, rows or RUNS))}")
-    measured = {_label(line): _means(line) for line in ours}
+    measured = {_label(line): {length: cell.mean for length, cell in line.cells.items()} for line in ours}
     # Under our line's label, which gives it our line's colour.
     dotted = {_label(line): paper.rows[peer] for line in ours if (peer := RowKey(*line[:2])) in paper.rows}
     draw([Panel(paper.caption, "%", measured, dotted, "the paper", y_limits=(0, 103), x_label="length")], out)
@@ -126,10 +130,6 @@ def ladder(
 
 def _label(line: report.Line) -> str:
     return textwrap.fill(f"{line.method}, {line.position}, {line.source}", 48)  # a legend that fits
-
-
-def _means(line: report.Line) -> dict[int, float]:
-    return {length: cell.mean for length, cell in sorted(line.cells.items())}
 
 
 def _listing(heading: str, lines: dict[str, str]) -> None:

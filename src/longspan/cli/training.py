@@ -14,23 +14,21 @@ from longspan.cli.events import Events
 from longspan.results import Row, append_rows
 
 if TYPE_CHECKING:
+    from longspan.evaluate.ladder import Purpose
     from longspan.train.config import RunConfig
 
 
 def config_of(recipe: str, seed: int, smoke: bool, edits: Sequence[str]) -> "RunConfig":
-    """A recipe with the edits of the command line, which its name tells."""
-    from longspan.paper import recipes
-    from longspan.train.config import edited
+    """A recipe with the edits of its name, as rows of results have them, and of the command line."""
+    from longspan.paper.names import config_named, parse_name
 
-    config = recipes.recipe(recipe)
-    config = replace(recipes.smoke(config) if smoke else config, seed=seed)
     for edit in edits:
-        path, equals, value = edit.partition("=")
-        if not equals:
+        if "=" not in edit:
             fail(f"--set takes field=value, got {edit!r}")
-        config = edited(config, path, value)
-        config = replace(config, name=f"{config.name}+{edit}")
-    return config
+    name = parse_name(recipe)
+    if name is None:
+        fail(f"there is no recipe {recipe!r}; `longspan recipes` lists them, such as paper/copy/nape/asentmax")
+    return config_named(name._replace(size="smoke" if smoke else name.size, edits=(*name.edits, *edits)), seed)
 
 
 def folder_of(config: "RunConfig", runs: Path) -> Path:
@@ -39,7 +37,7 @@ def folder_of(config: "RunConfig", runs: Path) -> Path:
 
 
 def train(
-    what: Annotated[str, typer.Argument(help="A task (see `longspan tasks`) or a whole recipe name.")],
+    what: Annotated[str, typer.Argument(help="A task (see `longspan tasks`) or a whole recipe, with its edits.")],
     method: Annotated[str | None, typer.Option(help="See `longspan recipes`; asentmax by default.")] = None,
     position: Annotated[str | None, typer.Option(help="nope, alibi, nape or rope; nape by default.")] = None,
     recipe: Annotated[str | None, typer.Option(help="`paper`, or `longspan` for ours, the default.")] = None,
@@ -91,6 +89,10 @@ def evaluate(
     lengths: Annotated[list[int] | None, typer.Option("--length", help="Instead of the recipe's lengths.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's number.")] = None,
     checkpoint: Annotated[Literal["best", "last"], typer.Option(help="By validation, or the last one.")] = "best",
+    purpose: Annotated[
+        Literal["test", "validation", "both"],
+        typer.Option(help="Test samples, or those that rates are chosen by, up to 8 times the training length."),
+    ] = "test",
     again: Annotated[bool, typer.Option("--again", help="Measure lengths that have a row already.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
@@ -105,20 +107,23 @@ def evaluate(
     model, config = model_of(loaded, place)
     task = get_task(config.task, **config.task_options)
     path = folder / "results.jsonl"
-    samples = samples or config.test_samples
-    done = set() if again else lengths_measured(path, loaded.step, samples)
+    purposes: list[Purpose] = ["validation", "test"] if purpose == "both" else [purpose]
+    plan = {each: _wanted(config, each, lengths, samples) for each in purposes}
     stopped = False
-    shown = Table("length", config.model.attention.method, "95 %", "by token", "seconds", box=None)
+    shown = Table("length", config.model.attention.method, "95 %", "by token", "samples", "seconds", box=None)
     try:
-        for length in lengths or config.test_lengths:
-            if length in done:
-                continue
-            with console.status(f"length {length}"):
-                result = measure(model, task, length, samples, precision=config.precision)
-            append_rows(path, [row_of(config, loaded.step, length, result, place)])
-            interval = f"{result.low:.1f} to {result.high:.1f}"
-            numbers = (f"{result.value:.1f}", interval, f"{result.token_accuracy:.1f}", f"{result.seconds:.1f}")
-            shown.add_row(str(length), *numbers)
+        for each, wanted in plan.items():
+            done = set() if again else lengths_measured(path, loaded.step, wanted, each)
+            for length, number in wanted.items():
+                if length in done:
+                    continue
+                with console.status(f"{each}, length {length}"):
+                    result = measure(model, task, length, number, purpose=each, precision=config.precision)
+                append_rows(path, [row_of(config, loaded.step, length, result, place, each)])
+                interval = f"{result.low:.1f} to {result.high:.1f}"
+                numbers = (f"{result.value:.1f}", interval, f"{result.token_accuracy:.1f}", str(number))
+                words = f"{length}" if each == "test" else f"{length} (validation)"
+                shown.add_row(words, *numbers, f"{result.seconds:.1f}")
     except KeyboardInterrupt:
         stopped = True
         console.print("[yellow]Stopped.[/yellow] What was measured is kept.")
@@ -127,3 +132,19 @@ def evaluate(
     console.print(f"rows: {path}", highlight=False, soft_wrap=True)
     if stopped:
         raise typer.Exit(130)
+
+
+def _wanted(
+    config: "RunConfig", purpose: "Purpose", lengths: Sequence[int] | None, samples: int | None
+) -> dict[int, int]:
+    """Samples by length: the recipe's, or those of the command line."""
+    from longspan.evaluate.ladder import VALIDATION_MULTIPLES, samples_at
+
+    wanted = samples_at(config, purpose)
+    longest = VALIDATION_MULTIPLES[-1] * config.longest
+    for length in lengths or []:
+        if purpose == "validation" and length > longest:
+            fail(f"validation ends at 8 times the training length, {longest}; {length} is for the test")
+    if lengths:
+        wanted = samples_at(replace(config, test_lengths=tuple(lengths)), "test")
+    return {length: samples or number for length, number in wanted.items()}

@@ -7,18 +7,23 @@ reference so far is the reference's next one. So one teacher-forced forward deci
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 
 from longspan.nn.decoder import Decoder
-from longspan.results import Row, provenance, read_rows
+from longspan.results import Row, now, provenance, read_rows
 from longspan.tasks.base import Batch, Task, stream_seed
 from longspan.train.config import RunConfig, fingerprint
 
+VALIDATION_MULTIPLES = (1, 2, 4, 8)  # of the longest training length; nothing longer may decide anything
+LONG, LONG_SAMPLES = 16_384, 200  # from so many tokens on, so many samples will do
 _CPU_TOKENS = 1 << 15
 _UNIT_TOKENS = 1 << 14
+
+Purpose = Literal["validation", "test"]
 
 
 class Measurement(NamedTuple):
@@ -40,7 +45,7 @@ def measure(
     length: int,
     samples: int,
     *,
-    purpose: Literal["validation", "test"] = "test",
+    purpose: Purpose = "test",
     precision: Literal["float32", "bfloat16"] = "float32",
 ) -> Measurement:
     """Measure `model` on `samples` fresh sequences of a length.
@@ -100,33 +105,67 @@ def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def row_of(config: RunConfig, step: int, length: int, measurement: Measurement, device: torch.device) -> Row:
-    """A result row: what was measured, of what, where and when."""
-    attention = config.model.attention
+def samples_at(config: RunConfig, purpose: Purpose) -> dict[int, int]:
+    """The lengths a run is measured at for a purpose, the shortest first, and the samples of each."""
+    if purpose == "validation":
+        return {multiple * config.longest: config.test_samples for multiple in VALIDATION_MULTIPLES}
+    few = min(config.test_samples, LONG_SAMPLES)
+    return {length: config.test_samples if length < LONG else few for length in sorted(config.test_lengths)}
+
+
+def identity(config: RunConfig) -> Row:
+    """What says which run a row belongs to; `variant` is shared by the seeds of one config."""
+    optimizer = config.optimizer
+    rates = f"AdamW {optimizer.learning_rate:g}"
     return {
         "task": config.task,
-        "method": attention.method,
-        "position": attention.position,
-        "length": length,
-        **measurement._asdict(),
+        "method": config.model.attention.method,
+        "position": config.model.attention.position,
         "recipe": config.name,
         "seed": config.seed,
-        "step": step,
         "config": fingerprint(config),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "variant": fingerprint(replace(config, seed=0)),
+        "rates": f"Muon {optimizer.muon_learning_rate:g}, {rates}" if optimizer.name == "muon" else rates,
+        "trained_to": config.longest,
+    }
+
+
+def row_of(
+    config: RunConfig,
+    step: int,
+    length: int,
+    measurement: Measurement,
+    device: torch.device,
+    purpose: Purpose = "test",
+) -> Row:
+    """A result row: what was measured, of what, where and when."""
+    return {
+        **identity(config),
+        "step": step,
+        "purpose": purpose,
+        "length": length,
+        **measurement._asdict(),
+        "time": now(),
         **provenance(device),
     }
 
 
-def lengths_measured(path: Path, step: int, samples: int) -> set[int]:
-    """The lengths that have a row in the file for this step, of at least so many samples."""
-    rows = read_rows(path) if path.exists() else ()
-    return {row["length"] for row in rows if row["step"] == step and row["samples"] >= samples}
+def purpose_of(row: Row) -> str:
+    """Rows older than the word were all measured on test samples."""
+    return str(row.get("purpose", "test"))
 
 
-def _batches(
-    task: Task, length: int, samples: int, purpose: Literal["validation", "test"], rows: int
-) -> Iterator[Batch]:
+def lengths_measured(path: Path, step: int, samples: dict[int, int], purpose: Purpose = "test") -> set[int]:
+    """The lengths of `samples` that have a row in the file for this step, of at least so many samples."""
+    rows = [row for row in read_rows(path) if purpose_of(row) == purpose] if path.exists() else []
+    return {
+        length
+        for length, least in samples.items()
+        if any(row["length"] == length and row["step"] == step and row["samples"] >= least for row in rows)
+    }
+
+
+def _batches(task: Task, length: int, samples: int, purpose: Purpose, rows: int) -> Iterator[Batch]:
     """Batches of about `rows` sequences, put together from units that are always drawn alike, on the CPU."""
     unit = max(1, min(64, _UNIT_TOKENS // task.time(length)))
     pending: list[Batch] = []

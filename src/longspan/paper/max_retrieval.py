@@ -27,3 +27,13 @@ ACCURACY: dict[str, dict[int, float]] = {
     "asentmax, gamma 3": _row(99.6, 99.4, 99.0, 98.0, 96.0, 92.4, 85.9, 76.1, 62.7),
     "asentmax, gamma 4": _row(99.3, 98.7, 97.6, 95.4, 91.3, 84.6, 73.6, 59.7, 45.9),
 }
+
+# The demo's methods, from the most dispersed to the least, and the paper's row for each.
+DEMO_ROWS = {
+    "softmax": "softmax",
+    "adaptive temperature": "adaptive temperature",
+    "entmax 1.5": "entmax 1.5",
+    "ssmax": "ssmax",
+    "top-2": "top-2",
+    "asentmax": "asentmax, gamma 3",
+}

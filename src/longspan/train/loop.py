@@ -2,11 +2,12 @@
 
 import json
 import math
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -15,12 +16,13 @@ from typing import Literal
 import torch
 
 from longspan.evaluate.ladder import measure
-from longspan.results import Row, append_rows, provenance
+from longspan.results import Row, append_rows, now, provenance
 from longspan.train import checkpoint as checkpoints
 from longspan.train.config import RunConfig, fingerprint, from_json, to_json
 from longspan.train.trainer import Metrics, Trainer, learning_rate, model_of
 
 Report = Callable[[Row], None]
+SHARED_BY = "LONGSPAN_SIDE_BY_SIDE"  # how many runs share the device, told by what started them
 
 
 class Diverged(RuntimeError):
@@ -86,8 +88,25 @@ def run(config: RunConfig, folder: Path, device: torch.device | str, report: Rep
         append_rows(log, [row])
         report(row)
 
-    note({"event": "start", "step": trainer.step, **provenance(device)})
+    shared = int(os.environ.get(SHARED_BY, 1))
+    note({"event": "start", "step": trainer.step, "side_by_side": shared, "time": now(), **provenance(device)})
     started, first = time.monotonic(), trainer.step
+    try:
+        _train(trainer, folder, note, stop, started)
+        path = saved[-1] if saved and trainer.step == first else _save(trainer, folder)
+    except Exception as error:
+        event, seconds = ("diverged" if isinstance(error, Diverged) else "failed"), time.monotonic() - started
+        with suppress(OSError):  # a full disk has no room for a last word
+            note({"event": event, "step": trainer.step, "seconds": seconds, "time": now(), "reason": str(error)})
+        raise
+    ending: Literal["finished", "stopped"] = "finished" if trainer.step >= config.steps else "stopped"
+    note({"event": ending, "step": trainer.step, "seconds": time.monotonic() - started, "time": now()})
+    return Outcome(ending, trainer.step, path)
+
+
+def _train(trainer: Trainer, folder: Path, note: Report, stop: Stop, started: float) -> None:
+    """Step to the end, or until told to stop, with logs, checkpoints and validation on the way."""
+    config, first = trainer.config, trainer.step
     logged, logged_step = started, first
     while trainer.step < config.steps and not stop.wanted:
         trainer.advance()
@@ -101,10 +120,6 @@ def run(config: RunConfig, folder: Path, device: torch.device | str, report: Rep
             _save(trainer, folder)
         if ended or (config.validate_every and trainer.step % config.validate_every == 0):
             _validate(trainer, folder, note)
-    path = saved[-1] if saved and trainer.step == first else _save(trainer, folder)
-    ending: Literal["finished", "stopped"] = "finished" if trainer.step >= config.steps else "stopped"
-    note({"event": ending, "step": trainer.step, "seconds": time.monotonic() - started})
-    return Outcome(ending, trainer.step, path)
 
 
 def holds_another(folder: Path, config: RunConfig) -> bool:

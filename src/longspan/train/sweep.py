@@ -3,24 +3,25 @@
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.evaluate.ladder import lengths_measured
+from longspan.evaluate.ladder import Purpose, lengths_measured, samples_at
 from longspan.results import Row
 from longspan.train import checkpoint as checkpoints
 from longspan.train.config import RunConfig
-from longspan.train.loop import Stop, holds_another
+from longspan.train.loop import SHARED_BY, Stop, holds_another
 
-GRACE = 120.0  # seconds that a run has to save itself when it is told to stop
+GRACE = 120.0  # seconds that a run has to save itself when it is told to stop by hand
 _SAVED_AND_LEFT = 130
 
-State = Literal["waiting", "training", "measuring", "finished", "stopped", "failed"]
+State = Literal["waiting", "training", "measuring", "finished", "stopped", "diverged", "failed"]
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Job:
     folder: Path
     train: Sequence[str]
     evaluate: Sequence[str] | None = None
+    purposes: Sequence[Purpose] = ("validation", "test")  # that `evaluate` measures for
     state: State = "waiting"
     step: int = 0
     loss: float | None = None
@@ -40,23 +42,33 @@ class Job:
     def next_command(self) -> Sequence[str] | None:
         """What is still to be done, None if nothing."""
         rows = _last_rows(self.folder / "log.jsonl")
-        if not rows or rows[-1]["event"] != "finished" or holds_another(self.folder, self.config):
+        ended = rows[-1]["event"] if rows else "never started"
+        if ended not in ("finished", "diverged") or holds_another(self.folder, self.config):
             return self.train
         if self.evaluate is not None and not self._measured():
             return self.evaluate
         return None
 
     def _measured(self) -> bool:
+        """Whether everything is measured, or nothing can be: a run may diverge before its first checkpoint."""
+        if not any(checkpoints.saved(self.folder / kind) for kind in ("best", "checkpoints")):
+            return True
         step = checkpoints.step_of(checkpoints.of_run(self.folder))
-        done = lengths_measured(self.folder / "results.jsonl", step, self.config.test_samples)
-        return set(self.config.test_lengths) <= done
+        plans = {purpose: samples_at(self.config, purpose) for purpose in self.purposes}
+        rows = self.folder / "results.jsonl"
+        return all(lengths_measured(rows, step, plan, purpose) == set(plan) for purpose, plan in plans.items())
 
-    def start(self, threads: int) -> None:
+    @property
+    def diverged(self) -> bool:
+        rows = _last_rows(self.folder / "log.jsonl")
+        return bool(rows) and rows[-1]["event"] == "diverged"
+
+    def start(self, threads: int, side_by_side: int = 1) -> None:
         """Start what is still to be done, if anything is."""
         self.look()
         command = self.next_command()
         if command is None:
-            self.state = "finished"
+            self.state = "diverged" if self.diverged else "finished"
             return
         self.state = "training" if command is self.train else "measuring"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +78,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={"OMP_NUM_THREADS": str(threads), **os.environ},
+                env={"OMP_NUM_THREADS": str(threads), **os.environ, SHARED_BY: str(side_by_side)},
                 process_group=0,  # Ctrl-C is the sweep's alone, which passes it on once
             )
 
@@ -88,32 +100,54 @@ def sweep(
     stop: Stop,
     show: Callable[[], None],
     pause: float = 0.5,
+    reserve: float = 0.0,
+    fits: Callable[[Job, float], bool] = lambda job, left: True,
 ) -> None:
-    """Bring the jobs to their end, up to `side_by_side` at a time, within about `seconds`.
+    """Bring the jobs to their end, in their order, up to `side_by_side` at a time, within `seconds`.
 
-    When the time is up, or `stop` is set, every run is told to save itself and leave. `show` is called after each look.
+    `reserve` seconds before the time is up, or when `stop` is set, every run is told to save itself and leave. A job
+    that does not fit into the seconds that are left is passed over. `show` is called after each look.
     """
     threads = max(1, (os.cpu_count() or 1) // side_by_side)
     waiting = list(jobs)
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds - reserve
+    patience = reserve or GRACE
     told: float | None = None
     try:
         while True:
-            if told is None and (stop.wanted or time.monotonic() >= deadline):
-                told = time.monotonic()
+            now = time.monotonic()
+            if told is None and (stop.wanted or now >= deadline):
+                told = now
+                patience = GRACE if stop.wanted else patience
                 _send(jobs, signal.SIGTERM)
-            elif told is not None and time.monotonic() > told + GRACE:
+            elif told is not None and now > told + patience:
                 _send(jobs, signal.SIGKILL)
-            while told is None and waiting and len(_running(jobs)) < side_by_side:
-                waiting.pop(0).start(threads)
+            while told is None and len(_running(jobs)) < side_by_side:
+                following = next((job for job in waiting if fits(job, deadline - now)), None)
+                if following is None:
+                    break
+                waiting.remove(following)
+                following.start(threads, side_by_side)
             for job in _running(jobs):
-                _follow(job, threads, told is not None)
+                _follow(job, threads, side_by_side, told is not None)
             show()
-            if not _running(jobs) and (told is not None or not waiting):
+            if not _running(jobs) and (told is not None or not any(fits(job, deadline - now) for job in waiting)):
                 return
             time.sleep(pause)
     finally:  # none are left, unless by an error or a second Ctrl-C; their last checkpoints stay
         _send(jobs, signal.SIGKILL)
+
+
+def expected_seconds(config: RunConfig, step: int, runs: Iterable[Row]) -> float | None:
+    """How long a run alone on the device still trains, by rows on earlier runs; None where nothing is known.
+
+    The median of the runs of its task and method, or else of its task.
+    """
+    known = [row for row in runs if row.get("event") == "run" and row["task"] == config.task and row["step"] > 0]
+    alike = [row for row in known if row["method"] == config.model.attention.method] or known
+    if not alike:
+        return None
+    return (config.steps - step) * statistics.median(row["gpu_seconds"] / row["step"] for row in alike)
 
 
 def _running(jobs: Sequence[Job]) -> list[Job]:
@@ -126,7 +160,7 @@ def _send(jobs: Sequence[Job], number: signal.Signals) -> None:
             job.process.send_signal(number)
 
 
-def _follow(job: Job, threads: int, told: bool) -> None:
+def _follow(job: Job, threads: int, side_by_side: int, told: bool) -> None:
     """Look how far a running job is; when its process has ended, say how, and start what follows."""
     assert job.process is not None
     code = job.process.poll()
@@ -134,14 +168,17 @@ def _follow(job: Job, threads: int, told: bool) -> None:
     if code is None:
         return
     job.process = None
+    trained = job.state == "training" and (not code or job.diverged)
     if code in (_SAVED_AND_LEFT, -signal.SIGTERM) or (told and code == -signal.SIGKILL):
         job.state = "stopped"
-    elif code:
+    elif trained and job.evaluate is not None and not told:
+        job.start(threads, side_by_side)
+    elif code and not trained:
         job.state = "failed"
-    elif job.state == "training" and job.evaluate is not None and not told:
-        job.start(threads)
+    elif job.next_command() is None:
+        job.state = "diverged" if job.diverged else "finished"
     else:
-        job.state = "finished" if job.next_command() is None else "stopped"
+        job.state = "stopped"
 
 
 def _last_rows(path: Path) -> list[Row]:

@@ -1,0 +1,104 @@
+"""Figures of accuracy against length, one a task: a panel for each position and recipe, the paper's numbers dotted."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from longspan import report
+from longspan.paper.tables import PaperTable, RowKey, get_table, table_names
+from longspan.plots import Panel, draw
+from longspan.results import Row
+
+FIGURES = "figures"
+MAIN = ("mqmtar", "reverse", "copy", "sort")
+MAIN_FIGURE = "main"
+RECIPES = ("longspan", "paper", "demo")  # as they are; what else was changed is for tables
+_ENDINGS = (".png", ".svg")
+_METHODS = ("softmax", "topk_16", "topk_32", "topk_half", "ssmax", "assmax", "entmax", "sentmax", "asentmax")
+
+
+def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw a figure for every task that has rows, and one of the four tasks of the main text; what was written."""
+    written: list[Path] = []
+    for name in table_names():
+        if not name.startswith("main/") and (panels := task_panels(rows, get_table(name))):
+            written += _drawn(panels, folder / name, columns=min(len(panels), 2))
+    if panels := main_panels(rows):
+        written += _drawn(panels, folder / MAIN_FIGURE, columns=min(len(panels), 2))
+    return written
+
+
+def task_panels(rows: Sequence[Row], table: PaperTable) -> list[Panel]:
+    """A panel for every position and recipe that has rows."""
+    lines = _ours(rows, table)
+    groups = dict.fromkeys((_group(line), line.source) for line in lines)
+    return [
+        _panel(", ".join([table.name, *([group] if group != "none" else []), f"recipe {source}"]), table, among)
+        for group, source in groups
+        if (among := [line for line in lines if (_group(line), line.source) == (group, source)])
+    ]
+
+
+def main_panels(rows: Sequence[Row]) -> list[Panel]:
+    """The four tasks by our recipe with NAPE, and stick-breaking."""
+    panels = []
+    for task in MAIN:
+        lines = _ours(rows, get_table(task))
+        lines = [line for line in lines if line.source == "longspan" and (line.position == "nape" or _alone(line))]
+        if lines:
+            panels.append(_panel(task, get_table(task), lines))
+    return panels
+
+
+def _ours(rows: Sequence[Row], table: PaperTable) -> list[report.Line]:
+    lines = report.table_lines(rows, table)
+    return sorted(
+        (line for line in lines if line.source in RECIPES),
+        key=lambda line: (_group(line) != "nape", _group(line), line.source, _rank(line.method)),
+    )
+
+
+def _rank(method: str) -> tuple[int, str]:
+    """The order of the methods in every legend."""
+    return (_METHODS.index(method) if method in _METHODS else len(_METHODS), method)
+
+
+def _alone(line: report.Line) -> bool:
+    return line.method == "stick_breaking"
+
+
+def _group(line: report.Line) -> str:
+    """RoPE's factors are compared in one panel; elsewhere a panel has one position."""
+    return "rope" if line.position.startswith("rope") else line.position
+
+
+def _panel(title: str, table: PaperTable, lines: Sequence[report.Line]) -> Panel:
+    named = {(line.position if table.name == "rope_factor" else line.method): line for line in lines}
+    peers = {label: table.rows.get(RowKey(line.position, line.method)) for label, line in named.items()}
+    curves = {label: {length: cell.mean for length, cell in line.cells.items()} for label, line in named.items()}
+    bands = {label: _extremes(line) for label, line in named.items()}
+    longest = max(length for curve in curves.values() for length in curve)
+    return Panel(
+        title=title,
+        y_label="exact match, %" if table.metric == "exact_match" else "accuracy, %",
+        curves=curves,
+        dotted={label: peer for label, peer in peers.items() if peer},
+        dotted_label="the paper",
+        bands=bands,
+        trained_to=table.lengths[0],
+        y_limits=(0, 103),
+        x_label="length",
+        x_ticks=[length for length in table.lengths if length <= longest],
+    )
+
+
+def _extremes(line: report.Line) -> dict[int, tuple[float, float]]:
+    """The worst and the best seed by length, where there are several."""
+    cells = {length: cell for length, cell in line.cells.items() if cell.seeds > 1}
+    return {length: (cell.mean if cell.worst is None else cell.worst, cell.best) for length, cell in cells.items()}
+
+
+def _drawn(panels: Sequence[Panel], stem: Path, columns: int) -> list[Path]:
+    paths = [stem.with_name(stem.name + ending) for ending in _ENDINGS]
+    for path in paths:
+        draw(panels, path, columns=columns)
+    return paths
