@@ -6,7 +6,18 @@ from typing import Any
 import pytest
 import torch
 from long_problems import noise, ties, topics
-from test_decode import DTYPES, Step, arguments, assert_is_the_oracles, decode_ops, in_float64, made, summary_of
+from test_decode import (
+    DTYPES,
+    LARGE,
+    Step,
+    arguments,
+    assert_is_the_oracles,
+    decode_ops,
+    in_float64,
+    made,
+    needs_gpu,
+    summary_of,
+)
 from torch import Tensor
 
 from longspan.functional.decode import decode
@@ -204,3 +215,24 @@ def any_unstored(call: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
         patch.setattr(decode_ops, "_rows", noted)
         decode(**call, impl="triton")
     return bool((kept[0] == 1e9).any())
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["one_sequence", "nape", "a_batch", "a_million_ties", "softmax"])
+def test_kernels_that_overlap_give_the_same_bits(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = made(LARGE[name], DTYPES[1], device)
+    outputs = []
+    for overlap in (False, True):
+        monkeypatch.setattr(decode_ops, "OVERLAP", overlap)
+        outputs += [decode(**call, impl="triton") for _ in range(20)]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+@needs_gpu
+@pytest.mark.parametrize("most", [16, 1024])
+@pytest.mark.parametrize("name", LARGE)
+def test_long_caches_on_both_ways(name: str, most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to(monkeypatch, {"SHORT": 0, "MOST_SURVIVORS": most})
+    assert_is_the_oracles(made(LARGE[name], DTYPES[1], device))

@@ -17,7 +17,7 @@ from longspan.kernels.tiles import contiguous, padded
 
 MOST_ROWS = 64  # of one tile: heads that share a key head, times their queries
 BOXES_AT_ONCE = 64
-PAGES_HELD = 64  # whose scores a program holds
+GATHERED = 1 << 14  # bytes of values at once
 MOST_HELD = 1 << 14  # pages whose highest scores a program holds: a million keys
 UNDERFLOW = 104.0  # exp(-104) is 0 in float32
 
@@ -33,9 +33,9 @@ class Launch(NamedTuple):
 # Of scores: as many programs as can run at once, or if their runs of pages are too long for them to end together, more.
 SCORE = Launch(4, 4, 3)
 LONGEST_RUN = 16  # pages
-# Of rows: at most so many programs for one, and warps for 1,024 pages; the longest caches take 4 times as many.
-ROW = Launch(1, 4, 2)
-MOST_SHARES = 8
+ROW = Launch(1, 8, 4)
+MOST_SHARES = 8  # programs of one row
+PAGES_HELD = 32  # whose scores a program of a row holds
 VALUE = Launch(4, 4, 2)
 # Up to so many pages a row's list holds all of its keys, and there is no third stage.
 SHORT = 256
@@ -85,9 +85,9 @@ def row_shares(shape: Shape, device: torch.device) -> int:
     return 1 << (min(_among(ROW.programs, device, shape.lines), MOST_SHARES).bit_length() - 1)
 
 
-def value_splits(shape: Shape, device: torch.device) -> int:
+def value_splits(shape: Shape, device: torch.device, width: int) -> int:
     """Few enough for the partial sums of a row to be added up at once, and fewer of tiles with many rows."""
-    return min(_among(VALUE.programs, device, shape.tiles), shape.pages, 64 * 16 // shape.tile)
+    return min(_among(VALUE.programs, device, shape.tiles), shape.pages, 1024 // shape.tile, 8192 // padded(width))
 
 
 def shape_of(q: Tensor, k: Tensor, table: Tensor | None) -> Shape:
@@ -108,7 +108,7 @@ def _processors(device: torch.device) -> int:
 
 def row_warps(pages: int) -> int:
     """Enough for the highest scores of that many pages to lie in registers."""
-    return ROW.warps * (1 if pages <= 1024 else 2 if pages <= 4096 else 4)
+    return ROW.warps * (1 + (pages > 4096))
 
 
 @lru_cache
@@ -248,15 +248,15 @@ def _rows(step: _Step, v: Tensor, most: int, many: Tensor | None) -> None:
         *v.stride(), step.table_stride, shape.kv_heads, step.time, shape.rows, width, shape.pages, most,
         KIND=step.kind, CONVEX=alpha <= 2, STATS=step.stats, DEFER=many is not None, OVERLAP=step.overlap,
         SHARES=shares, CHUNK=min(MOST_HELD, max(64, triton.next_power_of_2(shape.pages))), AT_ONCE=PAGES_HELD,
-        GATHER=8192 // padded(width), BLOCK_DV=padded(width), num_warps=row_warps(shape.pages),
-        num_stages=ROW.stages, **step.there(), **step.behind(),
+        GATHER=GATHERED // (padded(width) * v.element_size()), BLOCK_DV=padded(width), num_warps=row_warps(shape.pages),
+        STAGES=ROW.stages, **step.there(), **step.behind(),
     )  # fmt: skip
 
 
 def _values(step: _Step, v: Tensor, many: Tensor) -> None:
     """The third stage, of the rows that are left over."""
     shape, made, width = step.shape, step.made, v.shape[3]
-    splits = value_splits(shape, v.device)
+    splits = value_splits(shape, v.device, width)
     value_kernel[(shape.pairs, splits, shape.blocks)](
         v, step.scores, made.tops, step.lists, *made[1:5], step.scores.new_empty(shape.lines, splits, width),
         step.scores.new_empty(shape.lines, splits, 3), step.arrivals, many, made.out,

@@ -150,7 +150,7 @@ def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, 
                KIND: tl.constexpr, CONVEX: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr,
                PAGED: tl.constexpr, STATS: tl.constexpr, DEFER: tl.constexpr, OVERLAP: tl.constexpr,
                SHARES: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, GATHER: tl.constexpr,
-               BLOCK_DV: tl.constexpr):  # fmt: skip
+               STAGES: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The maximum of a row, the height of its threshold below it (softmax: the largest weight), and its output.
 
     DEFER: a row with more than MOST survivors is marked in `Many` and left to the third stage; so are all of softmax.
@@ -219,7 +219,7 @@ def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, 
     if PAGED:
         Table += batch * t_b
     out = tl.zeros([GATHER, BLOCK_DV], tl.float32)
-    for block in range(split, blocks, SHARES):
+    for block in tl.range(split, blocks, SHARES, num_stages=STAGES):
         which = block * GATHER + tl.arange(0, GATHER)
         key = tl.load(Keys + which, mask=which < count, other=0)
         z = tl.load(Scores + key, mask=which < count, other=float("-inf"))
