@@ -17,9 +17,14 @@ and programs share out the pages that there are, not those there is room for.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longspan.kernels.tiles import end_of, load_tile, scores_of
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # of another make of GPU, or too old
+    gdc_launch_dependents = gdc_wait = None
+CAN_WAIT = gdc_wait is not None
 
 # Arguments a kernel is not compiled anew for, however they divide.
 DECODE_SIZES = ["HK", "GROUP", "TQ", "TK", "ROWS", "NP", "NB", "SPLITS"]
@@ -235,8 +240,8 @@ def score_kernel(Q, K, Scores, Tops, Pages, Arrivals, Slopes, Scales, Lengths, S
             floor = _own_floor(Norms, Table, batch, kv_head, positions, valid, size, start, n_b, n_h, n_p, PAGED)
             low, high = _window(Norms, Table, batch, kv_head, begin, stop, positions, slope, valid, size,
                                 floor - reach, n_b, n_h, n_p, PAGED, CHUNK)  # fmt: skip
-            if low < high:
-                # By norms alone a window is twice too wide: the few programs that have a part of it look closer.
+            if high - low > 3:
+                # By norms alone a window is twice too wide. One page more can spare some, if there are some to spare.
                 near = scored(q, K, Table, batch, kv_head, (end - 1) // 64, k_b, k_h, k_t, k_d,
                               positions, row_scale, slope, start, end, D,
                               SLOPES, STARTS, PAGED, PRECISION, BLOCK_D)  # fmt: skip

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from longspan.kernels.bounds import bound_kernel
-from longspan.kernels.decode import score_kernel
+from longspan.kernels.decode import CAN_WAIT, score_kernel
 from longspan.kernels.decode_rows import row_kernel
 from longspan.kernels.decode_values import value_kernel
 from longspan.kernels.pages import EPSILON, PAGE
@@ -113,7 +113,8 @@ def row_warps(pages: int) -> int:
 
 @lru_cache
 def _can_overlap(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    nvidia = CAN_WAIT and device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class Decoded(NamedTuple):
