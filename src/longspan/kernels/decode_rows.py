@@ -8,17 +8,43 @@ What a row is solved from is held in registers: the highest score of each of its
 the first AT_ONCE pages that can hold a survivor. Only what exceeds that is read again in every round.
 """
 
+import os
+
 import triton
 import triton.language as tl
 
 from longspan.kernels.decode import DECODE_SIZES, append, begin_behind, pages_of
 from longspan.kernels.solver import curved_fall, gains, inside, joined_norm, secant_step, weights_and_gains
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+
+    @triton.jit
+    def _sums_of_three(x, y, z):
+        return tl.sum(x, 0), tl.sum(y, 0), tl.sum(z, 0)
+
+else:
+
+    @triton.jit
+    def _added(x, y, z, other_x, other_y, other_z):
+        return x + other_x, y + other_y, z + other_z
+
+    @triton.jit
+    def _sums_of_three(x, y, z):
+        """Three sums with one meeting of all threads; the interpreter would add element by element."""
+        return tl.reduce((x, y, z), 0, _added)
+
 
 @triton.jit
 def _heights_above(z, top, height, r, KIND: tl.constexpr):
     u = tl.maximum(z - top + height, 0.0)
     return gains(u, r, KIND), u
+
+
+@triton.jit
+def _sums(z, top, height, r, KIND: tl.constexpr):
+    """The sums of u^r, u^(r-1) and 1 over the scores above the threshold."""
+    gain, u = _heights_above(z, top, height, r, KIND)
+    return _sums_of_three(gain * u, gain, tl.where(u > 0, 1.0, 0.0))
 
 
 @triton.jit
@@ -31,13 +57,12 @@ def _tops(Tops, block, stop, CHUNK: tl.constexpr):
 @triton.jit
 def _norm_of_tops(held, Tops, first, stop, top, height, r, KIND: tl.constexpr, CHUNK: tl.constexpr):
     """The norm of the highest scores of the pages above the threshold, and its slope; the first CHUNK are held."""
-    gain, u = _heights_above(held, top, height, r, KIND)
-    mass, gain_mass = tl.sum(gain * u, 0), tl.sum(gain, 0)
+    mass, gain_mass, _support = _sums(held, top, height, r, KIND)
     for block in range(first + CHUNK, stop, CHUNK):
         z, _pages = _tops(Tops, block, stop, CHUNK)
-        gain, u = _heights_above(z, top, height, r, KIND)
-        mass += tl.sum(gain * u, 0)
-        gain_mass += tl.sum(gain, 0)
+        more_mass, more_gain, _support = _sums(z, top, height, r, KIND)
+        mass += more_mass
+        gain_mass += more_gain
     return joined_norm(mass * 0.0, mass * 0.0, mass, gain_mass, r, KIND)
 
 
@@ -76,16 +101,6 @@ def _scores(Scores, Pages, index, count, AT_ONCE: tl.constexpr):
     keys = page[:, None] * 64 + tl.arange(0, 64)[None, :]
     z = tl.load(Scores + keys, mask=(which < count)[:, None], other=float("-inf"))
     return tl.reshape(z, [AT_ONCE * 64]), tl.reshape(keys, [AT_ONCE * 64])
-
-
-@triton.jit
-def _sums(z, top, height, r, KIND: tl.constexpr):
-    """The sums of u^r, u^(r-1) and 1 over the scores above the threshold."""
-    gain, u = _heights_above(z, top, height, r, KIND)
-    support = tl.zeros([], tl.float32)
-    if KIND == 4:
-        support = tl.sum(tl.where(u > 0, 1.0, 0.0), 0)
-    return tl.sum(gain * u, 0), tl.sum(gain, 0), support
 
 
 @triton.jit
@@ -130,10 +145,11 @@ def _kept(z, keys, Keys, count, top, height, r, split, MOST,
     place = count + tl.cumsum(alive, 0) - 1
     own = (alive > 0) & (place < MOST) & (place // GATHER % SHARES == split)
     tl.store(Keys + place, keys, mask=own)
-    entropy = tl.zeros([], tl.float32)
+    entropies = p * 0.0
     if STATS:
-        entropy -= tl.sum(tl.where(p > 0, p * tl.log(tl.maximum(p, 1e-37)), 0.0), 0)
-    return count + tl.sum(alive, 0), tl.sum(p, 0), entropy
+        entropies = tl.where(p > 0, -p * tl.log(tl.maximum(p, 1e-37)), 0.0)
+    support, mass, entropy = _sums_of_three(alive, p, entropies)
+    return count + support, mass, entropy
 
 
 @triton.jit
