@@ -14,7 +14,7 @@ survivors. Calls run from a CUDA graph, over as many copies of the cache as exce
 implementations take turns. `sdpa` is the best of torch's backends, with the heads of a group as heads or as queries.
 
     python benchmarks/decode.py --lengths 8192 131072 --batches 1 --seconds 120
-    python benchmarks/decode.py --lengths 8192 --batches 1 --kinds random --profile --tune
+    python benchmarks/decode.py --lengths 8192 --batches 1 --kinds random --profile --tune overlap score row
     TRITON_INTERPRET=1 python benchmarks/decode.py --device cpu --lengths 200 --dim 16    # whether it runs
 """
 
@@ -41,6 +41,8 @@ from longspan.results import Row, append_rows, provenance
 BLOCK = 128
 KINDS = ("random", "topics4", "topics16", "nape", "alike")
 AT_ONCE = 1 << 16  # keys that the dense helpers hold in float32
+LEAST_STEPS = 24  # of one CUDA graph
+TUNABLE = ("overlap", "score", "run", "row", "shares", "held", "short", "value")
 Attend = Callable[["Cache"], Tensor]
 
 
@@ -202,7 +204,8 @@ def runner(attend: Attend, caches: list[Cache], rounds_of_copies: int) -> Callab
 def measure(attend: dict[str, Attend], caches: list[Cache], rounds: int) -> dict[str, float]:
     """The median microseconds of a step; those that fail are left out."""
     step_bytes = sum(tensor.nbytes for tensor in caches[0][1:3])
-    repeats = max(1, min(20, int(4e9 / step_bytes / len(caches))))  # a few milliseconds a replay
+    # A few milliseconds a replay, and enough steps for its own launch, tens of microseconds, to be lost among them.
+    repeats = max(math.ceil(LEAST_STEPS / len(caches)), min(20, int(4e9 / step_bytes / len(caches))))
     runners: dict[str, Callable[[], float]] = {}
     for name, function in attend.items():
         try:
@@ -217,7 +220,7 @@ def measure(attend: dict[str, Attend], caches: list[Cache], rounds: int) -> dict
 
 
 def traffic(cache: Cache, slopes: Tensor | None, alpha: float, boxes: bool) -> Row:
-    """Bytes that a step of ours reads and writes, from what it did; and its survivors."""
+    """Bytes that a step of ours reads and writes, from what it did, all scores counted as stored; and its survivors."""
     from longspan.kernels.decode_ops import Decoded, decode_attention
 
     summary = known(cache, slopes, boxes) or (None, None, None)
@@ -278,23 +281,42 @@ def profile(attend: Attend, caches: list[Cache]) -> dict[str, float]:
     return {event.key: event.self_device_time_total / event.count for event in record.key_averages()}
 
 
-def tuned(attend: Attend, caches: list[Cache], rounds: int) -> Iterator[Row]:
-    """Times under other launches of the kernels."""
+def settings_to_try() -> dict[str, tuple[str, list[Any]]]:
+    """By the name of a choice: what it is called in `decode_ops`, and what it may be."""
+    from longspan.kernels.decode_ops import Launch
+
+    scores = [(4, 4, 3), (4, 4, 4), (4, 8, 3), (8, 4, 3), (8, 4, 2), (2, 4, 5), (2, 8, 4), (3, 4, 4)]
+    rows = [(1, 4, 3), (1, 8, 3), (1, 8, 4), (1, 16, 3), (2, 8, 3), (2, 4, 3)]
+    return {
+        "overlap": ("OVERLAP", [False, True]),
+        "score": ("SCORE", [Launch(*launch) for launch in scores]),
+        "run": ("LONGEST_RUN", [8, 16, 32, 64, 128]),
+        "row": ("ROW", [Launch(*launch) for launch in rows]),
+        "shares": ("MOST_SHARES", [1, 2, 4, 8]),
+        "held": ("PAGES_HELD", [16, 32, 64]),
+        "short": ("SHORT", [0, 1 << 20]),
+        "value": ("VALUE", [Launch(*launch) for launch in [(4, 4, 2), (4, 4, 3), (8, 4, 2), (2, 8, 3)]]),
+    }
+
+
+def tuned(attend: Attend, caches: list[Cache], rounds: int, choices: list[str]) -> Iterator[Row]:
+    """Times under other settings, one choice after the other, each with the best of those before it."""
     from longspan.kernels import decode_ops
 
-    launches = [
-        decode_ops.Launch(programs, warps, stages)
-        for programs, warps, stages in itertools.product((4, 8, 16), (2, 4, 8), (2, 3, 4))
-    ]
-    by_kernel = {"SCORE": launches, "VALUE": launches}
-    by_kernel["THRESHOLD"] = [decode_ops.Launch(1, warps, 2) for warps in (2, 4, 8, 16)]  # a program for every row
-    for name in by_kernel:
-        usual = getattr(decode_ops, name)
-        for launch in by_kernel[name]:
-            setattr(decode_ops, name, launch)
-            time_of = measure({"ours": attend}, caches, rounds).get("ours", math.nan)
-            yield {"kernel": name.lower(), **launch._asdict(), "microseconds": time_of}
-        setattr(decode_ops, name, usual)
+    before = {name: getattr(decode_ops, name) for name, _ in settings_to_try().values()}
+    try:
+        for choice in choices:
+            name, values = settings_to_try()[choice]
+            times: list[tuple[float, int]] = []
+            for index, value in enumerate(values):
+                setattr(decode_ops, name, value)
+                times.append((measure({"ours": attend}, caches, rounds).get("ours", math.inf), index))
+                yield {"setting": name, "value": str(tuple(value) if isinstance(value, tuple) else value),
+                       "microseconds": times[-1][0]}  # fmt: skip
+            setattr(decode_ops, name, values[min(times)[1]])
+    finally:
+        for name, value in before.items():
+            setattr(decode_ops, name, value)
 
 
 def ways(alphas: list[float], boxes: bool) -> dict[str, tuple[float, bool]]:
@@ -324,7 +346,10 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=math.inf, help="Start no new case after so long.")
     parser.add_argument("--boxes", action="store_true", help="Also with boxes around the pages.")
     parser.add_argument("--profile", action="store_true", help="Also the time of every kernel.")
-    parser.add_argument("--tune", action="store_true", help="Also the times under other launches.")
+    parser.add_argument(
+        "--tune", nargs="*", metavar="CHOICE", choices=TUNABLE,
+        help=f"Also the times under other settings; of all of these, or of some, in order: {', '.join(TUNABLE)}.",
+    )  # fmt: skip
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode.jsonl"))
     return parser.parse_args()
@@ -365,8 +390,8 @@ def main() -> None:
             append_rows(arguments.out, [case | {"name": "kernels", "kernel_microseconds": kernels} | origin])
             for kernel, microseconds in kernels.items():
                 print(f"  {kernel[:60]:60} {microseconds:9.1f}")
-        if arguments.tune:
-            for row in tuned(main_one, caches, 1):
+        if arguments.tune is not None:
+            for row in tuned(main_one, caches, 2, arguments.tune or list(TUNABLE)):
                 if time.monotonic() - begun > arguments.seconds:
                     break
                 append_rows(arguments.out, [case | {"name": "launch"} | row | origin])

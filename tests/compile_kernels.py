@@ -7,11 +7,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from longspan.kernels import backward, bounds, decode, output, rows, short, softmax, solve, survey
+from longspan.kernels import (
+    backward,
+    bounds,
+    decode,
+    decode_rows,
+    decode_values,
+    output,
+    rows,
+    short,
+    softmax,
+    solve,
+    survey,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {"List": "i16", "Live": "i8", "Counts": "i32", "Ranges": "i32", "Lengths": "i64", "Documents": "i64"}
-POINTERS |= {"Pages": "i32", "Table": "i32", "Starts": "i64"}
+POINTERS |= {"Pages": "i32", "Table": "i32", "Starts": "i64", "Keys": "i32", "Arrivals": "i32", "Many": "i32"}
 HALVES = {"Q", "K", "V", "O", "dO", "dQ", "dK", "dV", "Low", "High"}
 NUMBERS = {"a", "r", "scale", "tail", "tolerance", "aim", "unit", "reach", "epsilon"}
 OPTIONAL = {
@@ -26,12 +38,14 @@ OPTIONAL = {
     "Norms": "NORMS",
     "Bounds": "BOXES",
     "Floors": "BOXES",
+    "Many": "DEFER",
 }
 PLAIN: dict[str, Any] = {
     "KIND": 4, "CONVEX": True, "TAIL": False, "CAUSAL": True, "SLOPES": False, "LENGTHS": False, "DOCUMENTS": False,
     "MASK_ALL": False, "PRECISION": "tf32", "GRAD": True, "MAP": True, "STATS": False, "M": 32, "N": 32, "PART": 32,
     "KEYS": 32, "CHUNK": 256, "BLOCK_D": 32, "BLOCK_DV": 32,
-    "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 64, "PROBES": 4,
+    "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 16, "PROBES": 4,
+    "DEFER": True, "OVERLAP": True, "SHARES": 4, "GATHER": 16, "PARTS": 16, "STAGES": 3,
 }  # fmt: skip
 SPARSE: dict[str, dict[str, Any]] = {
     "slopes": {"SLOPES": True},
@@ -50,6 +64,8 @@ DECODING: dict[str, dict[str, Any]] = {
     "softmax": {"M": 64, "CHUNK": 64, "KIND": 0},
     "any_alpha": {"M": 16, "CHUNK": 64, "KIND": -1},
     "above_2": {"M": 16, "CHUNK": 64, "KIND": 1, "CONVEX": False},
+    "short": {"M": 16, "CHUNK": 64, "DEFER": False, "OVERLAP": False, "STATS": True},
+    "short_softmax": {"M": 16, "CHUNK": 64, "DEFER": False, "KIND": 0, "SHARES": 1},
 }
 SOLVING = {name: options for name, options in DECODING.items() if not name.startswith("boxes")}
 KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
@@ -63,9 +79,8 @@ KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "column": (backward.column_kernel, {"causal": {}}),
     "bound": (bounds.bound_kernel, {name: DECODING[name] for name in ("boxes", "boxes_of_pages")}),
     "score": (decode.score_kernel, {name: DECODING[name] for name in ("plain", "options", "pages", "boxes")}),
-    "threshold": (decode.threshold_kernel, SOLVING),
-    "value": (decode.value_kernel, SOLVING),
-    "sum": (decode.sum_kernel, {name: DECODING[name] for name in ("plain", "options", "softmax")}),
+    "row": (decode_rows.row_kernel, SOLVING),
+    "value": (decode_values.value_kernel, {name: SOLVING[name] for name in SOLVING if not name.startswith("short")}),
     "short_forward": (short._forward, {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}}),
     "short_backward": (short._backward, {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}}),
 }

@@ -265,6 +265,7 @@ def arguments(call: dict[str, Any], boxes: bool) -> tuple[Any, ...]:
 
 WINDOWS = {
     "windows": Step(heads=4, kv_heads=2, slopes=(2.0, 1.0, 0.7, 0.5), room=900),
+    "wide_windows": Step(heads=2, slopes=(0.05, 0.06), room=1900),
     "windows_of_few_queries": Step(heads=2, slopes=(2.0, 1.0), room=700, queries=3),
     "windows_in_pages": Step(batch=2, slopes=(2.0, 1.0), room=640, lengths=(640, 500), paged=True),
     "windows_of_alpha_2": Step(slopes=(1.0, 1.0), room=700, alpha=2.0),

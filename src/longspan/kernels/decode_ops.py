@@ -8,13 +8,17 @@ import triton
 from torch import Tensor
 
 from longspan.kernels.bounds import bound_kernel
-from longspan.kernels.decode import score_kernel, sum_kernel, threshold_kernel, value_kernel
+from longspan.kernels.decode import CAN_WAIT, score_kernel
+from longspan.kernels.decode_rows import row_kernel
+from longspan.kernels.decode_values import value_kernel
 from longspan.kernels.pages import EPSILON, PAGE
 from longspan.kernels.solver import SOFTMAX, kind_of, powers_of
 from longspan.kernels.tiles import contiguous, padded
 
 MOST_ROWS = 64  # of one tile: heads that share a key head, times their queries
 BOXES_AT_ONCE = 64
+GATHERED = 1 << 14  # bytes of values at once
+MOST_HELD = 1 << 14  # pages whose highest scores a program holds: a million keys
 UNDERFLOW = 104.0  # exp(-104) is 0 in float32
 
 
@@ -26,9 +30,17 @@ class Launch(NamedTuple):
     stages: int
 
 
-SCORE = Launch(8, 4, 3)
+# Of scores: as many programs as can run at once, or if their runs of pages are too long for them to end together, more.
+SCORE = Launch(4, 4, 3)
+LONGEST_RUN = 16  # pages
+ROW = Launch(1, 8, 4)
+MOST_SHARES = 8  # programs of one row
+PAGES_HELD = 32  # whose scores a program of a row holds
 VALUE = Launch(4, 4, 2)
-THRESHOLD = Launch(1, 8, 2)
+# Up to so many pages a row's list holds all of its keys, and there is no third stage.
+SHORT = 256
+MOST_SURVIVORS = 1024  # of a row's list in longer caches
+OVERLAP = True  # kernels are launched before their forerunner ends, where a GPU can; from Hopper on
 
 
 class Shape(NamedTuple):
@@ -43,10 +55,39 @@ class Shape(NamedTuple):
     tile: int  # rows of a program
     blocks: int  # of rows
 
-    def splits(self, launch: Launch, device: torch.device, most: int) -> int:
-        """Programs that share the keys of a head so that all of them fill the device."""
-        wanted = launch.programs * _processors(device) // (self.batch * self.kv_heads * self.blocks)
-        return max(1, min(wanted, self.pages, most))
+    @property
+    def pairs(self) -> int:
+        """Sequences times key heads."""
+        return self.batch * self.kv_heads
+
+    @property
+    def tiles(self) -> int:
+        return self.pairs * self.blocks
+
+    @property
+    def lines(self) -> int:
+        """All rows."""
+        return self.pairs * self.rows
+
+
+def _among(programs: int, device: torch.device, parts: int) -> int:
+    """Programs for each of several parts so that all of them fill the device."""
+    return max(1, programs * _processors(device) // parts)
+
+
+def score_splits(shape: Shape, device: torch.device) -> int:
+    wanted = max(_among(SCORE.programs, device, shape.tiles), triton.cdiv(shape.pages, LONGEST_RUN))
+    return min(wanted, shape.pages)
+
+
+def row_shares(shape: Shape, device: torch.device) -> int:
+    """A power of two: the last program holds all partial sums in one tile."""
+    return 1 << (min(_among(ROW.programs, device, shape.lines), MOST_SHARES).bit_length() - 1)
+
+
+def value_splits(shape: Shape, device: torch.device, width: int) -> int:
+    """Few enough for the partial sums of a row to be added up at once, and fewer of tiles with many rows."""
+    return min(_among(VALUE.programs, device, shape.tiles), shape.pages, 1024 // shape.tile, 8192 // padded(width))
 
 
 def shape_of(q: Tensor, k: Tensor, table: Tensor | None) -> Shape:
@@ -63,6 +104,17 @@ def shape_of(q: Tensor, k: Tensor, table: Tensor | None) -> Shape:
 def _processors(device: torch.device) -> int:
     # In the interpreter, few enough for several pages to fall to one program.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def row_warps(pages: int) -> int:
+    """Enough for the highest scores of that many pages to lie in registers."""
+    return ROW.warps * (1 + (pages > 4096))
+
+
+@lru_cache
+def _can_overlap(device: torch.device) -> bool:
+    nvidia = CAN_WAIT and device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class Decoded(NamedTuple):
@@ -89,6 +141,134 @@ def _decoded(q: Tensor, v: Tensor, shape: Shape, stats: bool) -> Decoded:
     )
 
 
+class _Step(NamedTuple):
+    """What the stages of one call share."""
+
+    shape: Shape
+    made: Decoded
+    scores: Tensor  # (lines, keys)
+    lists: Tensor  # of pages, a row for every program of the second stage
+    arrivals: Tensor  # how many programs are done with a row; then with a tile
+    lengths: Tensor | None
+    starts: Tensor | None
+    table: Tensor | None
+    time: int
+    alpha: float
+    stats: bool
+    overlap: bool
+
+    @property
+    def kind(self) -> int:
+        return kind_of(self.alpha)
+
+    @property
+    def reach(self) -> float:
+        return UNDERFLOW if self.kind == SOFTMAX else 1.0
+
+    @property
+    def table_stride(self) -> int:
+        return 0 if self.table is None else self.table.stride(0)
+
+    def there(self) -> dict[str, Any]:
+        given = {"LENGTHS": self.lengths, "STARTS": self.starts, "PAGED": self.table}
+        return {name: tensor is not None for name, tensor in given.items()}
+
+    def behind(self) -> dict[str, Any]:
+        """Of a kernel that may begin before the one before it ends."""
+        return {"launch_pdl": True} if self.overlap else {}
+
+    def shares(self) -> int:
+        return len(self.lists) // self.shape.lines
+
+
+def _step_of(q: Tensor, k: Tensor, v: Tensor, cache: list[Tensor | None], alpha: float, stats: bool) -> _Step:
+    lengths, starts, table = cache
+    shape = shape_of(q, k, table)
+    made = _decoded(q, v, shape, stats)
+    lists = made.tops.new_empty(shape.lines * row_shares(shape, q.device), shape.pages, dtype=torch.int32)
+    return _Step(
+        shape, made, made.tops.new_empty(shape.lines, shape.pages * PAGE), lists,
+        lists.new_empty(shape.lines + shape.tiles), lengths, starts, table,
+        shape.pages * PAGE if table is not None else k.shape[2], alpha, stats, OVERLAP and _can_overlap(q.device),
+    )  # fmt: skip
+
+
+def _precision(q: Tensor) -> str:
+    return "ieee" if q.dtype == torch.float32 else "tf32"
+
+
+def _score(
+    step: _Step, q: Tensor, k: Tensor, slopes: Tensor | None, scales: Tensor | None, scale: float,
+    norms: Tensor | None, low: Tensor | None, high: Tensor | None,
+) -> None:  # fmt: skip
+    """The first stage, with boxes after the bounds they give."""
+    shape, table = step.shape, step.table
+    unit = 1.0 if step.kind == SOFTMAX else step.alpha - 1
+    norm_strides: tuple[int, ...] = (0, 0, 0)
+    if norms is not None:
+        norm_strides = norms.stride() if table is None else (*norms.stride(), 0)
+    group = shape.heads // shape.kv_heads
+    sizes = shape.kv_heads, group, shape.queries, step.time, shape.rows, q.shape[3], shape.pages
+    options: dict[str, Any] = step.there() | {
+        "SLOPES": slopes is not None, "SCALES": scales is not None, "BLOCK_D": padded(q.shape[3]),
+        "PRECISION": _precision(q), "M": shape.tile,
+    }  # fmt: skip
+    bounds = floors = None
+    blocks = triton.cdiv(shape.pages, BOXES_AT_ONCE)
+    if low is not None:
+        assert high is not None
+        assert norms is not None
+        bounds, floors = torch.empty_like(step.made.tops), step.scores.new_empty(shape.lines, blocks)
+        if low.stride() != high.stride() or low.stride(-1) != 1:
+            low, high = low.contiguous(), high.contiguous()
+        box_strides = low.stride()[:3] if table is None else (*low.stride()[:2], 0)
+        bound_kernel[(blocks, shape.pairs, shape.blocks)](
+            q, k, low, high, norms, bounds, floors, slopes, scales, step.lengths, step.starts, table, unit, scale,
+            EPSILON, *q.stride(), *k.stride(), *norm_strides, *box_strides, step.table_stride, *sizes, blocks,
+            PROBES=min(shape.rows, shape.tile, 8), CHUNK=BOXES_AT_ONCE, num_warps=4, num_stages=2, **options,
+        )  # fmt: skip
+    # The compiler shares the stages out among loads whose place hangs on another load: the list's, the table's.
+    stages = SCORE.stages * (1 + (low is not None) + (table is not None))
+    splits = score_splits(shape, q.device)
+    score_kernel[(shape.pairs, splits, shape.blocks)](
+        q, k, step.scores, step.made.tops, step.lists, step.arrivals, slopes, scales, step.lengths, step.starts, table,
+        norms, bounds, floors, unit, scale, step.reach, *q.stride(), *k.stride(), *norm_strides, step.table_stride,
+        *sizes, blocks, splits, NORMS=norms is not None, BOXES=low is not None, OVERLAP=step.overlap, CHUNK=64,
+        num_warps=SCORE.warps, num_stages=stages, **options,
+    )  # fmt: skip
+
+
+def _rows(step: _Step, v: Tensor, most: int, many: Tensor | None) -> None:
+    """The second stage; `many` will say which rows have more than `most` survivors and are left over."""
+    shape, made, alpha, width = step.shape, step.made, step.alpha, v.shape[3]
+    shares = step.shares()
+    row_kernel[(shape.lines, shares)](
+        v, step.scores, made.tops, step.lists, step.lists.new_empty(shape.lines, most), *made[1:5],
+        step.scores.new_empty(shape.lines, shares, width), step.arrivals, many, made.out,
+        step.lengths, step.starts, step.table, powers_of(alpha)[1], 1e-4 if alpha <= 2 else 2e-6, step.reach,
+        *v.stride(), step.table_stride, shape.kv_heads, step.time, shape.rows, width, shape.pages, most,
+        KIND=step.kind, CONVEX=alpha <= 2, STATS=step.stats, DEFER=many is not None, OVERLAP=step.overlap,
+        SHARES=shares, CHUNK=min(MOST_HELD, max(64, triton.next_power_of_2(shape.pages))), AT_ONCE=PAGES_HELD,
+        GATHER=GATHERED // (padded(width) * v.element_size()), BLOCK_DV=padded(width), num_warps=row_warps(shape.pages),
+        STAGES=ROW.stages, **step.there(), **step.behind(),
+    )  # fmt: skip
+
+
+def _values(step: _Step, v: Tensor, many: Tensor) -> None:
+    """The third stage, of the rows that are left over."""
+    shape, made, width = step.shape, step.made, v.shape[3]
+    splits = value_splits(shape, v.device, width)
+    value_kernel[(shape.pairs, splits, shape.blocks)](
+        v, step.scores, made.tops, step.lists, *made[1:5], step.scores.new_empty(shape.lines, splits, width),
+        step.scores.new_empty(shape.lines, splits, 3), step.arrivals, many, made.out,
+        step.lengths, step.starts, step.table, powers_of(step.alpha)[1], step.reach, *v.stride(), step.table_stride,
+        shape.kv_heads, step.time, shape.rows, width, shape.pages, splits,
+        KIND=step.kind, PRECISION=_precision(v), STATS=step.stats, OVERLAP=step.overlap, M=shape.tile, CHUNK=64,
+        PARTS=triton.next_power_of_2(splits), BLOCK_DV=padded(width),
+        num_warps=VALUE.warps * (1 + (shape.tile > 32)), num_stages=VALUE.stages, **step.there(), **step.behind(),
+    )  # fmt: skip
+
+
 @torch.library.custom_op("longspan::decode_attention", mutates_args=())
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, scales: Tensor | None, lengths: Tensor | None,
@@ -99,72 +279,15 @@ def decode_attention(
     (pages, kv_heads, 64, dim). `norms` is (batch, kv_heads, pages), or (pages, kv_heads) of a pool; `low` and `high`,
     which need it, have a last dim more."""
     slopes, scales, lengths, starts = contiguous(slopes, scales, lengths, starts)
-    shape = shape_of(q, k, table)
-    made = _decoded(q, v, shape, stats)
-    lines = shape.batch * shape.kv_heads * shape.rows
-    scores = q.new_empty(lines, shape.pages * PAGE, dtype=torch.float32)
-    lists = q.new_empty(lines, shape.pages, dtype=torch.int32)
-    kind, (a, r) = kind_of(alpha), powers_of(alpha)
-    unit, reach = (1.0, UNDERFLOW) if kind == SOFTMAX else (a, 1.0)
-    time = shape.pages * PAGE if table is not None else k.shape[2]
-    table_stride = 0 if table is None else table.stride(0)
-    norm_strides: tuple[int, ...] = (0, 0, 0)
-    if norms is not None:
-        norm_strides = norms.stride() if table is None else (*norms.stride(), 0)
-    group = shape.heads // shape.kv_heads
-    sizes = shape.kv_heads, group, shape.queries, time, shape.rows, q.shape[3], shape.pages
-    there = {"LENGTHS": lengths is not None, "STARTS": starts is not None}
-    common: dict[str, Any] = there | {
-        "PAGED": table is not None,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        "M": shape.tile,
-    }
-    scaled = {"SLOPES": slopes is not None, "SCALES": scales is not None, "BLOCK_D": padded(q.shape[3])}
-    bounds = floors = None
-    blocks = triton.cdiv(shape.pages, BOXES_AT_ONCE)
-    if low is not None:
-        assert high is not None
-        assert norms is not None
-        bounds, floors = torch.empty_like(made.tops), scores.new_empty(lines, blocks)
-        if low.stride() != high.stride() or low.stride(-1) != 1:
-            low, high = low.contiguous(), high.contiguous()
-        box_strides = low.stride()[:3] if table is None else (*low.stride()[:2], 0)
-        bound_kernel[(blocks, shape.batch * shape.kv_heads, shape.blocks)](
-            q, k, low, high, norms, bounds, floors, slopes, scales, lengths, starts, table,
-            unit, scale, EPSILON, *q.stride(), *k.stride(), *norm_strides, *box_strides, table_stride, *sizes, blocks,
-            PROBES=min(shape.rows, shape.tile, 8), CHUNK=BOXES_AT_ONCE, num_warps=4, num_stages=2, **scaled, **common,
-        )  # fmt: skip
-    # The compiler shares the stages out among loads whose place hangs on another load: the list's, the table's.
-    stages = SCORE.stages * (1 + (norms is not None) + (table is not None))
-    splits = shape.splits(SCORE, q.device, shape.pages)
-    score_kernel[(splits, shape.batch * shape.kv_heads, shape.blocks)](
-        q, k, scores, made.tops, lists, slopes, scales, lengths, starts, table, norms, bounds, floors,
-        unit, scale, reach, *q.stride(), *k.stride(), *norm_strides, table_stride, *sizes, blocks, splits,
-        NORMS=norms is not None, BOXES=low is not None, CHUNK=64,
-        num_warps=SCORE.warps, num_stages=stages, **scaled, **common,
-    )  # fmt: skip
-    threshold_kernel[(lines,)](
-        scores, made.tops, lists, made.maximum, made.height, lengths, starts, r, 1e-4 if alpha <= 2 else 2e-6,
-        shape.kv_heads, time, shape.rows, shape.pages,
-        KIND=kind, CONVEX=alpha <= 2, CHUNK=min(4096, max(64, triton.next_power_of_2(shape.pages))), AT_ONCE=64,
-        num_warps=THRESHOLD.warps, num_stages=THRESHOLD.stages, **there,
-    )  # fmt: skip
-    splits = shape.splits(VALUE, q.device, 64)
-    parts = scores.new_empty(lines, splits, v.shape[3])
-    sums = scores.new_empty(lines, splits, 3)
-    block_dv = padded(v.shape[3])
-    value_kernel[(splits, shape.batch * shape.kv_heads, shape.blocks)](
-        v, scores, made.tops, lists, made.maximum, made.height, parts, sums, lengths, starts, table,
-        r, reach, *v.stride(), table_stride, shape.kv_heads, time, shape.rows, v.shape[3], shape.pages, splits,
-        KIND=kind, STATS=stats, CHUNK=64, BLOCK_DV=block_dv,
-        num_warps=VALUE.warps * (1 + (shape.tile > 32)), num_stages=VALUE.stages, **common,
-    )  # fmt: skip
-    sum_kernel[(lines,)](
-        parts, sums, made.height, made.support, made.entropy, made.out, *made.out.stride(),
-        shape.kv_heads, group, shape.queries, shape.rows, v.shape[3], splits,
-        KIND=kind, STATS=stats, CHUNK=min(64, triton.next_power_of_2(splits)), BLOCK_DV=block_dv, num_warps=4,
-    )  # fmt: skip
-    return list(made)
+    step = _step_of(q, k, v, [lengths, starts, table], alpha, stats)
+    _score(step, q, k, slopes, scales, scale, norms, low, high)
+    if step.shape.pages <= SHORT:
+        _rows(step, v, step.shape.pages * PAGE, None)
+    else:
+        many = step.lists.new_empty(step.shape.lines)
+        _rows(step, v, MOST_SURVIVORS, many)
+        _values(step, v, many)
+    return list(step.made)
 
 
 @decode_attention.register_fake

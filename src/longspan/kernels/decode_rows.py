@@ -1,0 +1,261 @@
+"""The second stage of decoding: a row's threshold, its survivors, and their values.
+
+A row is served by SHARES programs. Each finds the threshold by itself, as what it takes is latency and not work, and
+then sums its share of the survivors' values; the one that comes last adds up what the others left, in a fixed order.
+Most rows have a few dozen survivors, which are one share: their output is written with no sum at all.
+
+What a row is solved from is held in registers: the highest score of each of its first CHUNK pages, and the scores of
+the first AT_ONCE pages that can hold a survivor. Only what exceeds that is read again in every round.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+from longspan.kernels.decode import DECODE_SIZES, append, begin_behind, pages_of
+from longspan.kernels.solver import curved_fall, gains, inside, joined_norm, secant_step, weights_and_gains
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+
+    @triton.jit
+    def _sums_of_three(x, y, z):
+        return tl.sum(x, 0), tl.sum(y, 0), tl.sum(z, 0)
+
+else:
+
+    @triton.jit
+    def _added(x, y, z, other_x, other_y, other_z):
+        return x + other_x, y + other_y, z + other_z
+
+    @triton.jit
+    def _sums_of_three(x, y, z):
+        """Three sums with one meeting of all threads; the interpreter would add element by element."""
+        return tl.reduce((x, y, z), 0, _added)
+
+
+@triton.jit
+def _heights_above(z, top, height, r, KIND: tl.constexpr):
+    u = tl.maximum(z - top + height, 0.0)
+    return gains(u, r, KIND), u
+
+
+@triton.jit
+def _sums(z, top, height, r, KIND: tl.constexpr):
+    """The sums of u^r, u^(r-1) and 1 over the scores above the threshold."""
+    gain, u = _heights_above(z, top, height, r, KIND)
+    return _sums_of_three(gain * u, gain, tl.where(u > 0, 1.0, 0.0))
+
+
+@triton.jit
+def _tops(Tops, block, stop, CHUNK: tl.constexpr):
+    """The highest scores of a block of pages, and which pages these are."""
+    pages = block + tl.arange(0, CHUNK)
+    return tl.load(Tops + pages, mask=pages < stop, other=float("-inf")), pages
+
+
+@triton.jit
+def _norm_of_tops(held, Tops, first, stop, top, height, r, KIND: tl.constexpr, CHUNK: tl.constexpr):
+    """The norm of the highest scores of the pages above the threshold, and its slope; the first CHUNK are held."""
+    mass, gain_mass, _support = _sums(held, top, height, r, KIND)
+    for block in range(first + CHUNK, stop, CHUNK):
+        z, _pages = _tops(Tops, block, stop, CHUNK)
+        more_mass, more_gain, _support = _sums(z, top, height, r, KIND)
+        mass += more_mass
+        gain_mass += more_gain
+    return joined_norm(mass * 0.0, mass * 0.0, mass, gain_mass, r, KIND)
+
+
+@triton.jit
+def _least_height(held, Tops, first, stop, top, r, KIND: tl.constexpr, CONVEX: tl.constexpr, CHUNK: tl.constexpr):
+    """A height that the row's does not exceed: that of its pages' highest scores alone, or a little more.
+
+    The threshold of a part of a row never exceeds that of the whole. Newton's method comes from above, and ends where
+    one more round would not pay for the pages it rules out.
+    """
+    height = top * 0.0 + 1.0
+    if CONVEX:
+        rounds = tl.zeros([], tl.int32)
+        going = rounds == 0
+        while going:
+            norm, steepness = _norm_of_tops(held, Tops, first, stop, top, height, r, KIND, CHUNK)
+            height -= tl.maximum((norm - 1.0) / steepness, 0.0)
+            rounds += 1
+            going = (norm > 1.05) & (rounds < 12)
+    else:
+        nothing = top * 0.0
+        low, low_norm, high, high_norm = nothing, nothing, height, nothing
+        for _ in range(10):
+            norm, steepness = _norm_of_tops(held, Tops, first, stop, top, height, r, KIND, CHUNK)
+            height, low, low_norm, high, high_norm = secant_step(norm, height, low, low_norm, high, high_norm)
+        height = high
+    # A hair more, so that rounding kills no survivor.
+    return tl.minimum(height * 1.00001, 1.0)
+
+
+@triton.jit
+def _scores(Scores, Pages, index, count, AT_ONCE: tl.constexpr):
+    """The scores of a block of listed pages in one row, which is cheaper to sum than two dims, and their keys."""
+    which = index + tl.arange(0, AT_ONCE)
+    page = tl.load(Pages + which, mask=which < count, other=0)
+    keys = page[:, None] * 64 + tl.arange(0, 64)[None, :]
+    z = tl.load(Scores + keys, mask=(which < count)[:, None], other=float("-inf"))
+    return tl.reshape(z, [AT_ONCE * 64]), tl.reshape(keys, [AT_ONCE * 64])
+
+
+@triton.jit
+def _solved(held, Scores, Pages, count, top, height, r, tolerance,
+            KIND: tl.constexpr, CONVEX: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
+    """The height of a row's threshold, from one above it."""
+    nothing = top * 0.0
+    low, low_norm, high, high_norm = nothing, nothing, height, nothing
+    going = count > 0
+    rounds = tl.zeros([], tl.int32)
+    while going:
+        mass, gain_mass, support = _sums(held, top, height, r, KIND)
+        for index in range(AT_ONCE, count, AT_ONCE):
+            z, _keys = _scores(Scores, Pages, index, count, AT_ONCE)
+            more_mass, more_gain, more_support = _sums(z, top, height, r, KIND)
+            mass += more_mass
+            gain_mass += more_gain
+            support += more_support
+        norm, steepness = joined_norm(nothing, nothing, mass, gain_mass, r, KIND)
+        rounds += 1
+        going = (tl.abs(norm - 1.0) > tolerance) & (rounds < 40)
+        if CONVEX:
+            above = norm >= 1.0
+            low, high = tl.where(above, low, height), tl.where(above, height, high)
+            fall = curved_fall(mass, gain_mass, support, 1.0) if KIND == 4 else (norm - 1.0) / steepness
+            height = inside(height - fall, low, high)
+        else:
+            between, low, low_norm, high, high_norm = secant_step(norm, height, low, low_norm, high, high_norm)
+            height = tl.where(going, between, height)
+    return height
+
+
+@triton.jit
+def _kept(z, keys, Keys, count, top, height, r, split, MOST,
+          KIND: tl.constexpr, STATS: tl.constexpr, SHARES: tl.constexpr, GATHER: tl.constexpr):  # fmt: skip
+    """Puts the keys that survive on the row's list, in order; a program writes only what it will read.
+
+    Also how many they are by now, and of these scores the sums of p and -p log p.
+    """
+    p, _gains = weights_and_gains(z, top, height, r, KIND)
+    alive = (p > 0).to(tl.int32)
+    place = count + tl.cumsum(alive, 0) - 1
+    own = (alive > 0) & (place < MOST) & (place // GATHER % SHARES == split)
+    tl.store(Keys + place, keys, mask=own)
+    entropies = p * 0.0
+    if STATS:
+        entropies = tl.where(p > 0, -p * tl.log(tl.maximum(p, 1e-37)), 0.0)
+    support, mass, entropy = _sums_of_three(alive, p, entropies)
+    return count + support, mass, entropy
+
+
+@triton.jit
+def _value_places(V, Table, batch, kv_head, keys, there, v_b, v_h, v_t, PAGED: tl.constexpr):
+    if PAGED:
+        page = tl.load(Table + keys // 64, mask=there, other=0).to(tl.int64)
+        return V + page * v_b + kv_head * v_h + keys % 64 * v_t
+    return V + batch * v_b + kv_head * v_h + keys.to(tl.int64) * v_t
+
+
+@triton.jit(do_not_specialize=[*DECODE_SIZES, "MOST"])
+def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, Parts, Arrivals, Many, O,
+               Lengths, Starts, Table, r, tolerance, reach, v_b, v_h, v_t, v_d, t_b, HK, TK, ROWS, DV, NP, MOST,
+               KIND: tl.constexpr, CONVEX: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr,
+               PAGED: tl.constexpr, STATS: tl.constexpr, DEFER: tl.constexpr, OVERLAP: tl.constexpr,
+               SHARES: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, GATHER: tl.constexpr,
+               STAGES: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+    """The maximum of a row, the height of its threshold below it (softmax: the largest weight), and its output.
+
+    DEFER: a row with more than MOST survivors is marked in `Many` and left to the third stage; so are all of softmax.
+    """
+    ALL_LATER: tl.constexpr = DEFER and KIND == 0
+    line, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pair = line // ROWS
+    batch, kv_head = pair // HK, pair % HK
+    _end, _start, first, stop = pages_of(batch, Lengths, Starts, TK, LENGTHS, STARTS)
+    begin_behind(OVERLAP)
+    Tops += line * NP
+    tops, pages = _tops(Tops, first, stop, CHUNK)
+    top = tl.max(tops, 0)
+    for block in range(first + CHUNK, stop, CHUNK):
+        z, _pages = _tops(Tops, block, stop, CHUNK)
+        top = tl.maximum(top, tl.max(z, 0))
+    sees = top > float("-inf")
+    top = tl.where(sees, top, 0.0)
+    height = tl.where(sees, 1.0, 0.0)
+    if KIND != 0:
+        height = tl.where(sees, _least_height(tops, Tops, first, stop, top, r, KIND, CONVEX, CHUNK), 0.0)
+    # Below this a weight is 0: the threshold, for softmax where exp underflows. If all is left over, none is looked at.
+    depth = -1.0 if ALL_LATER else height * reach
+    Pages += (line * SHARES + split) * NP
+    alive_pages = append(Pages, 0, pages, tops - top + depth > 0)
+    for block in range(first + CHUNK, stop, CHUNK):
+        z, pages = _tops(Tops, block, stop, CHUNK)
+        alive_pages = append(Pages, alive_pages, pages, z - top + depth > 0)
+    tl.debug_barrier()
+    Scores += line * NP * 64
+    held, keys = _scores(Scores, Pages, 0, alive_pages, AT_ONCE)
+    if KIND != 0:
+        height = _solved(held, Scores, Pages, alive_pages, top, height, r, tolerance, KIND, CONVEX, AT_ONCE)
+        height = tl.where(sees, height, 0.0)
+
+    Keys += line * MOST
+    count, mass, entropy = _kept(held, keys, Keys, 0, top, height, r, split, MOST, KIND, STATS, SHARES, GATHER)
+    for index in range(AT_ONCE, alive_pages, AT_ONCE):
+        z, keys = _scores(Scores, Pages, index, alive_pages, AT_ONCE)
+        count, more_mass, more_entropy = _kept(
+            z, keys, Keys, count, top, height, r, split, MOST, KIND, STATS, SHARES, GATHER)  # fmt: skip
+        mass += more_mass
+        entropy += more_entropy
+    many = count > MOST
+    if ALL_LATER:
+        many = count == 0
+    weight = 1.0 / tl.where(mass > 0, mass, 1.0)  # dividing by the sum takes back what rounding left of it
+    if split == 0:
+        tl.store(Maximum + line, top)
+        tl.store(Height + line, tl.where(mass > 0, weight, 0.0) if KIND == 0 and not ALL_LATER else height)
+        if STATS:
+            # -sum (p/m) log (p/m) from -sum p log p
+            tl.store(Support + line, count.to(tl.float32))
+            tl.store(Entropy + line, tl.where(mass > 0, entropy * weight - tl.log(weight), 0.0))
+        if DEFER:
+            tl.store(Many + line, many.to(tl.int32))
+    if many:
+        return
+    tl.debug_barrier()
+
+    columns = tl.arange(0, BLOCK_DV)
+    blocks = tl.cdiv(count, GATHER)
+    parts = tl.minimum(blocks, SHARES)
+    if split >= tl.maximum(parts, 1):
+        return
+    if PAGED:
+        Table += batch * t_b
+    out = tl.zeros([GATHER, BLOCK_DV], tl.float32)
+    for block in tl.range(split, blocks, SHARES, num_stages=STAGES):
+        which = block * GATHER + tl.arange(0, GATHER)
+        key = tl.load(Keys + which, mask=which < count, other=0)
+        z = tl.load(Scores + key, mask=which < count, other=float("-inf"))
+        places = _value_places(V, Table, batch, kv_head, key, which < count, v_b, v_h, v_t, PAGED)
+        v = tl.load(places[:, None] + columns[None, :] * v_d, mask=(which < count)[:, None] & (columns[None, :] < DV),
+                    other=0.0)  # fmt: skip
+        p, _gains = weights_and_gains(z, top, height, r, KIND)
+        out += p[:, None] * v.to(tl.float32)
+    total = tl.sum(out, 0)
+    last = parts <= 1
+    if parts > 1:
+        Parts += line * SHARES * DV
+        tl.store(Parts + split * DV + columns, total, mask=columns < DV)
+        tl.debug_barrier()
+        last = tl.atomic_add(Arrivals + line, 1, sem="acq_rel") == parts - 1
+        if last:
+            each = tl.arange(0, SHARES)
+            there = (each < parts)[:, None] & (columns < DV)[None, :]
+            # What other programs wrote must not come from a cache of this one's.
+            total = tl.sum(tl.load(Parts + each[:, None] * DV + columns[None, :], mask=there, other=0.0,
+                                   cache_modifier=".cg"), 0)  # fmt: skip
+    if last:
+        tl.store(O + line * DV + columns, (total * weight).to(O.dtype.element_ty), mask=columns < DV)
