@@ -159,7 +159,7 @@ class _Step(NamedTuple):
 
     @property
     def kind(self) -> int:
-        return kind_of(self.alpha)
+        return kind_of(self.alpha, fine=self.made.out.dtype == torch.float32)
 
     @property
     def reach(self) -> float:
