@@ -30,6 +30,7 @@ from longspan.nn.llama import Llama, preset
 from longspan.nn.scalers import Scaler
 from longspan.probes.base import Probe, Report, Size
 from longspan.results import Row
+from longspan.train.lm import RECIPES, LanguageConfig, LanguageTrainer
 
 METHODS = ("softmax", "entmax")
 FITS = ("linear", "beta_log", "line", "log", "power")
@@ -57,7 +58,7 @@ class Scale(NamedTuple):
 
 SCALES: dict[Size, Scale] = {
     "small": Scale(None, 4, 64, 4, 128, 16, 16, 1500, 3e-3, 0.001),
-    "paper": Scale("120m", 12, 768, 12, 1024, 1024, 32, 4768, 6e-4, 0.001),
+    "paper": Scale("120m", 12, 768, 12, *RECIPES["120m"]),
 }
 
 
@@ -191,7 +192,6 @@ def trained(scale: Scale, method: str, corpus: Path, told: Callable[[int], None]
     """A row for every head of a trained model: its scales, and every law's fit."""
     from longspan.text.corpora import open_corpus
     from longspan.train.config import OptimizerConfig
-    from longspan.train.lm import LanguageConfig, LanguageTrainer
 
     device = "cuda" if torch.cuda.is_available() and scale.preset else "cpu"
     text = open_corpus(corpus)

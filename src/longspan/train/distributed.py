@@ -139,16 +139,8 @@ class ShardedOptimizer(Optimizer):
     def _kept(self, count: int) -> int:
         return owned_by_each(count, self.processes.size)
 
-    @torch.no_grad()
-    def step(self, gradients: dict[str, Tensor]) -> Tensor:
-        """See `Optimizer.step`; the norm is that of the whole gradient."""
-        norms = torch.stack(torch._foreach_norm(list(gradients.values())))
-        norm = self.processes.total(norms.square().sum()).sqrt()
-        shrink = (norm / self.config.clip).clamp_min(1) if self.config.clip is not None else torch.ones_like(norm)
-        self.count += 1
-        self._adam(gradients, shrink)
-        self._move_matrices(gradients, shrink)
-        return norm
+    def _norm(self, norms: Tensor) -> Tensor:
+        return self.processes.total(norms.square().sum()).sqrt()
 
     def _move_matrices(self, gradients: dict[str, Tensor], shrink: Tensor) -> None:
         """Each process orthogonalises the matrices it owns, and all get their rows of every update."""

@@ -109,12 +109,16 @@ class Optimizer:
     @torch.no_grad()
     def step(self, gradients: dict[str, Tensor]) -> Tensor:
         """Move every parameter; return the norm of the gradient before clipping. Overwrites `gradients`."""
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients.values()))))
+        norm = self._norm(torch.stack(torch._foreach_norm(list(gradients.values()))))
         shrink = (norm / self.config.clip).clamp_min(1) if self.config.clip is not None else torch.ones_like(norm)
         self.count += 1
         self._adam(gradients, shrink)
         self._move_matrices(gradients, shrink)
         return norm
+
+    def _norm(self, norms: Tensor) -> Tensor:
+        """The norm of the gradient from those of its parts."""
+        return torch.linalg.vector_norm(norms)
 
     def _move_matrices(self, gradients: dict[str, Tensor], shrink: Tensor) -> None:
         for shape, names in self.muon_groups.items():
