@@ -147,7 +147,7 @@ PROBLEMS = {
 }
 
 LARGE = {
-    **{f"alpha_{alpha}": square(1500, heads=2, alpha=alpha, slopes=(0.05, 0.0)) for alpha in ALPHAS if alpha <= 3},
+    **{f"alpha_{alpha}": square(1500, heads=2, alpha=alpha, slopes=(0.05, 0.0)) for alpha in ALPHAS},
     "softmax_and_the_future": square(1111, alpha=1.0, causal=False),
     "the_future": square(1111, causal=False),
     **{f"dim_{dim}": square(700, dim=dim, value_dim=dim) for dim in (8, 64, 128, 136, 256)},
