@@ -351,7 +351,8 @@ def test_a_row_that_sees_nothing_is_zero(device: torch.device) -> None:
 def test_attention_of_few_queries_and_many_keys_is_decoding(alpha: float, device: torch.device) -> None:
     call = made(Step(room=1100, queries=2, slopes=(0.5, 0.0), alpha=alpha), torch.float32, device)
     found, stats = attention(**call, impl="triton", return_stats=True)
-    assert torch.equal(found, decode(**call, impl="triton"))
+    decoded, _ = decode(**call, impl="triton", return_stats=True)  # on a GPU stats are another kernel, of other bits
+    assert torch.equal(found, decoded)
     _, expected = attention(**in_float64(call), impl="reference", return_stats=True)
     assert torch.equal(stats.support, expected.support) or alpha == 1
     assert stats.impl == "triton"

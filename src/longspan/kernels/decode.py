@@ -165,13 +165,14 @@ def _leave_out(Tops, begin, stop, valid, M: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _best_floor(Floors, line, valid, NB, M: tl.constexpr, CHUNK: tl.constexpr):
-    floor = tl.full([M], float("-inf"), tl.float32)
+    # One reduction, behind the loop: inside of it, Triton's compiler (3.6, 3.7) stumbles over the result's many uses.
+    highest = tl.full([M, CHUNK], float("-inf"), tl.float32)
     for block in range(0, NB, CHUNK):
         probed = block + tl.arange(0, CHUNK)
         seen = valid[:, None] & (probed < NB)[None, :]
         floors = tl.load(Floors + line[:, None] * NB + probed[None, :], mask=seen, other=float("-inf"))
-        floor = tl.maximum(floor, tl.max(floors, 1))
-    return floor
+        highest = tl.maximum(highest, floors)
+    return tl.max(highest, 1)
 
 
 @triton.jit
