@@ -14,7 +14,7 @@ survivors. Calls run from a CUDA graph, over as many copies of the cache as exce
 implementations take turns. `sdpa` is the best of torch's backends, with the heads of a group as heads or as queries.
 
     python benchmarks/decode.py --lengths 8192 131072 --batches 1 --seconds 120
-    python benchmarks/decode.py --lengths 8192 --batches 1 --kinds random --profile --tune overlap score row
+    python benchmarks/decode.py --lengths 8192 --batches 1 --kinds random --profile --tune score row
     TRITON_INTERPRET=1 python benchmarks/decode.py --device cpu --lengths 200 --dim 16    # whether it runs
 """
 
@@ -42,7 +42,7 @@ BLOCK = 128
 KINDS = ("random", "topics4", "topics16", "nape", "alike")
 AT_ONCE = 1 << 16  # keys that the dense helpers hold in float32
 LEAST_STEPS = 24  # of one CUDA graph
-TUNABLE = ("overlap", "score", "run", "row", "shares", "held", "short", "value")
+TUNABLE = ("score", "run", "row", "shares", "held", "short", "value")
 Attend = Callable[["Cache"], Tensor]
 
 
@@ -288,7 +288,6 @@ def settings_to_try() -> dict[str, tuple[str, list[Any]]]:
     scores = [(4, 4, 3), (4, 4, 4), (4, 8, 3), (8, 4, 3), (8, 4, 2), (2, 4, 5), (2, 8, 4), (3, 4, 4)]
     rows = [(1, 4, 3), (1, 8, 3), (1, 8, 4), (1, 16, 3), (2, 8, 3), (2, 4, 3)]
     return {
-        "overlap": ("OVERLAP", [False, True]),
         "score": ("SCORE", [Launch(*launch) for launch in scores]),
         "run": ("LONGEST_RUN", [8, 16, 32, 64, 128]),
         "row": ("ROW", [Launch(*launch) for launch in rows]),

@@ -45,7 +45,7 @@ PLAIN: dict[str, Any] = {
     "MASK_ALL": False, "PRECISION": "tf32", "GRAD": True, "MAP": True, "STATS": False, "M": 32, "N": 32, "PART": 32,
     "KEYS": 32, "CHUNK": 256, "BLOCK_D": 32, "BLOCK_DV": 32,
     "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 16, "PROBES": 4,
-    "DEFER": True, "OVERLAP": True, "SHARES": 4, "GATHER": 16, "PARTS": 16, "STAGES": 3,
+    "DEFER": True, "SHARES": 4, "GATHER": 16, "PARTS": 16, "STAGES": 3,
 }  # fmt: skip
 SPARSE: dict[str, dict[str, Any]] = {
     "slopes": {"SLOPES": True},
@@ -64,7 +64,7 @@ DECODING: dict[str, dict[str, Any]] = {
     "softmax": {"M": 64, "CHUNK": 64, "KIND": 0},
     "any_alpha": {"M": 16, "CHUNK": 64, "KIND": -1},
     "above_2": {"M": 16, "CHUNK": 64, "KIND": 1, "CONVEX": False},
-    "short": {"M": 16, "CHUNK": 64, "DEFER": False, "OVERLAP": False, "STATS": True},
+    "short": {"M": 16, "CHUNK": 64, "DEFER": False, "STATS": True},
     "short_softmax": {"M": 16, "CHUNK": 64, "DEFER": False, "KIND": 0, "SHARES": 1},
 }
 SOLVING = {name: options for name, options in DECODING.items() if not name.startswith("boxes")}

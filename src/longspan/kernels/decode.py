@@ -20,12 +20,6 @@ import triton.language as tl
 
 from longspan.kernels.tiles import end_of, load_tile, scores_of
 
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # of another make of GPU, or too old
-    gdc_launch_dependents = gdc_wait = None
-CAN_WAIT = gdc_wait is not None
-
 # Arguments a kernel is not compiled anew for, however they divide.
 DECODE_SIZES = ["HK", "GROUP", "TQ", "TK", "ROWS", "NP", "NB", "SPLITS"]
 
@@ -36,17 +30,6 @@ def pages_of(batch, Lengths, Starts, TK, LENGTHS: tl.constexpr, STARTS: tl.const
     end = end_of(Lengths, batch, TK, LENGTHS)
     start = tl.maximum(tl.load(Starts + batch).to(tl.int32), 0) if STARTS else 0
     return end, start, start // 64, tl.cdiv(end, 64)
-
-
-@triton.jit
-def begin_behind(OVERLAP: tl.constexpr):
-    """Lets the next kernel of the stream take its places, and waits for all that the one before has written.
-
-    OVERLAP: the kernels are launched to begin before their forerunner ends (programmatic dependent launch).
-    """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 @triton.jit
@@ -199,7 +182,6 @@ def score_kernel(Q, K, Scores, Tops, Pages, Arrivals, Slopes, Scales, Lengths, S
                  HK, GROUP, TQ, TK, ROWS, D, NP, NB, SPLITS,
                  SLOPES: tl.constexpr, SCALES: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr,
                  PAGED: tl.constexpr, NORMS: tl.constexpr, BOXES: tl.constexpr, PRECISION: tl.constexpr,
-                 OVERLAP: tl.constexpr,
                  M: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Of a run of pages the highest score of every row and page, and the scores that can be survivors'.
 
@@ -211,8 +193,6 @@ def score_kernel(Q, K, Scores, Tops, Pages, Arrivals, Slopes, Scales, Lengths, S
     rows = tl.program_id(2) * M + tl.arange(0, M)
     valid = rows < ROWS
     line = pair * ROWS + rows  # a row among all
-    if OVERLAP:
-        gdc_launch_dependents()
     if split == 0:
         # Those who finish a row or a tile together will count themselves.
         tl.store(Arrivals + line, tl.zeros([M], tl.int32), mask=valid)

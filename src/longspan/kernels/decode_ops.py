@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from longspan.kernels.bounds import bound_kernel
-from longspan.kernels.decode import CAN_WAIT, score_kernel
+from longspan.kernels.decode import score_kernel
 from longspan.kernels.decode_rows import row_kernel
 from longspan.kernels.decode_values import value_kernel
 from longspan.kernels.pages import EPSILON, PAGE
@@ -32,7 +32,7 @@ class Launch(NamedTuple):
 
 # Of scores: as many programs as can run at once, or if their runs of pages are too long for them to end together, more.
 SCORE = Launch(4, 4, 3)
-LONGEST_RUN = 16  # pages
+LONGEST_RUN = 64  # pages
 ROW = Launch(1, 8, 4)
 MOST_SHARES = 8  # programs of one row
 PAGES_HELD = 32  # whose scores a program of a row holds
@@ -40,7 +40,6 @@ VALUE = Launch(4, 4, 2)
 # Up to so many pages a row's list holds all of its keys, and there is no third stage.
 SHORT = 256
 MOST_SURVIVORS = 1024  # of a row's list in longer caches
-OVERLAP = True  # kernels are launched before their forerunner ends, where a GPU can; from Hopper on
 
 
 class Shape(NamedTuple):
@@ -111,12 +110,6 @@ def row_warps(pages: int) -> int:
     return ROW.warps * (1 + (pages > 4096))
 
 
-@lru_cache
-def _can_overlap(device: torch.device) -> bool:
-    nvidia = CAN_WAIT and device.type == "cuda" and torch.version.hip is None
-    return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 class Decoded(NamedTuple):
     """What decoding gives; all but `out` have the rows of a key head in one dim: its heads, then their queries."""
 
@@ -155,7 +148,6 @@ class _Step(NamedTuple):
     time: int
     alpha: float
     stats: bool
-    overlap: bool
 
     @property
     def kind(self) -> int:
@@ -173,10 +165,6 @@ class _Step(NamedTuple):
         given = {"LENGTHS": self.lengths, "STARTS": self.starts, "PAGED": self.table}
         return {name: tensor is not None for name, tensor in given.items()}
 
-    def behind(self) -> dict[str, Any]:
-        """Of a kernel that may begin before the one before it ends."""
-        return {"launch_pdl": True} if self.overlap else {}
-
     def shares(self) -> int:
         return len(self.lists) // self.shape.lines
 
@@ -189,7 +177,7 @@ def _step_of(q: Tensor, k: Tensor, v: Tensor, cache: list[Tensor | None], alpha:
     return _Step(
         shape, made, made.tops.new_empty(shape.lines, shape.pages * PAGE), lists,
         lists.new_empty(shape.lines + shape.tiles), lengths, starts, table,
-        shape.pages * PAGE if table is not None else k.shape[2], alpha, stats, OVERLAP and _can_overlap(q.device),
+        shape.pages * PAGE if table is not None else k.shape[2], alpha, stats,
     )  # fmt: skip
 
 
@@ -233,7 +221,7 @@ def _score(
     score_kernel[(shape.pairs, splits, shape.blocks)](
         q, k, step.scores, step.made.tops, step.lists, step.arrivals, slopes, scales, step.lengths, step.starts, table,
         norms, bounds, floors, unit, scale, step.reach, *q.stride(), *k.stride(), *norm_strides, step.table_stride,
-        *sizes, blocks, splits, NORMS=norms is not None, BOXES=low is not None, OVERLAP=step.overlap, CHUNK=64,
+        *sizes, blocks, splits, NORMS=norms is not None, BOXES=low is not None, CHUNK=64,
         num_warps=SCORE.warps, num_stages=stages, **options,
     )  # fmt: skip
 
@@ -247,10 +235,10 @@ def _rows(step: _Step, v: Tensor, most: int, many: Tensor | None) -> None:
         step.scores.new_empty(shape.lines, shares, width), step.arrivals, many, made.out,
         step.lengths, step.starts, step.table, powers_of(alpha)[1], 1e-4 if alpha <= 2 else 2e-6, step.reach,
         *v.stride(), step.table_stride, shape.kv_heads, step.time, shape.rows, width, shape.pages, most,
-        KIND=step.kind, CONVEX=alpha <= 2, STATS=step.stats, DEFER=many is not None, OVERLAP=step.overlap,
+        KIND=step.kind, CONVEX=alpha <= 2, STATS=step.stats, DEFER=many is not None,
         SHARES=shares, CHUNK=min(MOST_HELD, max(64, triton.next_power_of_2(shape.pages))), AT_ONCE=PAGES_HELD,
         GATHER=GATHERED // (padded(width) * v.element_size()), BLOCK_DV=padded(width), num_warps=row_warps(shape.pages),
-        STAGES=ROW.stages, **step.there(), **step.behind(),
+        STAGES=ROW.stages, **step.there(),
     )  # fmt: skip
 
 
@@ -263,9 +251,9 @@ def _values(step: _Step, v: Tensor, many: Tensor) -> None:
         step.scores.new_empty(shape.lines, splits, 3), step.arrivals, many, made.out,
         step.lengths, step.starts, step.table, powers_of(step.alpha)[1], step.reach, *v.stride(), step.table_stride,
         shape.kv_heads, step.time, shape.rows, width, shape.pages, splits,
-        KIND=step.kind, PRECISION=_precision(v), STATS=step.stats, OVERLAP=step.overlap, M=shape.tile, CHUNK=64,
+        KIND=step.kind, PRECISION=_precision(v), STATS=step.stats, M=shape.tile, CHUNK=64,
         PARTS=triton.next_power_of_2(splits), BLOCK_DV=padded(width),
-        num_warps=VALUE.warps * (1 + (shape.tile > 32)), num_stages=VALUE.stages, **step.there(), **step.behind(),
+        num_warps=VALUE.warps * (1 + (shape.tile > 32)), num_stages=VALUE.stages, **step.there(),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import os
 import triton
 import triton.language as tl
 
-from longspan.kernels.decode import DECODE_SIZES, append, begin_behind, pages_of
+from longspan.kernels.decode import DECODE_SIZES, append, pages_of
 from longspan.kernels.solver import curved_fall, gains, inside, joined_norm, secant_step, weights_and_gains
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -164,7 +164,7 @@ def _value_places(V, Table, batch, kv_head, keys, there, v_b, v_h, v_t, PAGED: t
 def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, Parts, Arrivals, Many, O,
                Lengths, Starts, Table, r, tolerance, reach, v_b, v_h, v_t, v_d, t_b, HK, TK, ROWS, DV, NP, MOST,
                KIND: tl.constexpr, CONVEX: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr,
-               PAGED: tl.constexpr, STATS: tl.constexpr, DEFER: tl.constexpr, OVERLAP: tl.constexpr,
+               PAGED: tl.constexpr, STATS: tl.constexpr, DEFER: tl.constexpr,
                SHARES: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, GATHER: tl.constexpr,
                STAGES: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The maximum of a row, the height of its threshold below it (softmax: the largest weight), and its output.
@@ -176,7 +176,6 @@ def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, 
     pair = line // ROWS
     batch, kv_head = pair // HK, pair % HK
     _end, _start, first, stop = pages_of(batch, Lengths, Starts, TK, LENGTHS, STARTS)
-    begin_behind(OVERLAP)
     Tops += line * NP
     tops, pages = _tops(Tops, first, stop, CHUNK)
     top = tl.max(tops, 0)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from longspan.kernels.decode import DECODE_SIZES, append, begin_behind, page_base, pages_of, share
+from longspan.kernels.decode import DECODE_SIZES, append, page_base, pages_of, share
 from longspan.kernels.solver import weights_and_gains
 
 
@@ -36,7 +36,7 @@ def _finish_row(Parts, Sums, Height, Support, Entropy, O, line, DV, SPLITS,
 def value_kernel(V, Scores, Tops, Pages, Maximum, Height, Support, Entropy, Parts, Sums, Arrivals, Many, O,
                  Lengths, Starts, Table, r, reach, v_b, v_h, v_t, v_d, t_b, HK, TK, ROWS, DV, NP, SPLITS,
                  KIND: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr, PAGED: tl.constexpr,
-                 PRECISION: tl.constexpr, STATS: tl.constexpr, OVERLAP: tl.constexpr,
+                 PRECISION: tl.constexpr, STATS: tl.constexpr,
                  M: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """Of a run of pages the sum of weights times values, and of the weights; the last program of a tile adds them up.
 
@@ -48,7 +48,6 @@ def value_kernel(V, Scores, Tops, Pages, Maximum, Height, Support, Entropy, Part
     line = pair * ROWS + rows
     _end, _start, first, stop = pages_of(batch, Lengths, Starts, TK, LENGTHS, STARTS)
     begin, stop = share(split, SPLITS, first, stop)
-    begin_behind(OVERLAP)
     wanted_row = tl.load(Many + line, mask=rows < ROWS, other=0) > 0
     if tl.max(wanted_row.to(tl.int32), 0) == 0:
         return
