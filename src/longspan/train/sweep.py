@@ -1,4 +1,4 @@
-"""Many runs within a time budget, a few at a time: workers take one after the other, which goes on where it stopped."""
+"""Many runs within a time budget: a few workers take one after the other, and each run goes on where it stopped."""
 
 import json
 import os
