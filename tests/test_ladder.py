@@ -1,6 +1,7 @@
 """Accuracy against length: the same samples however they are batched, and what a row of results says."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from longspan.evaluate.ladder import identity, lengths_measured, measure, row_of
 from longspan.nn.decoder import Decoder
 from longspan.results import append_rows
 from longspan.tasks import get_task
-from longspan.tasks.base import Task
+from longspan.tasks.base import Batch, Task
 from longspan.train.config import fingerprint
 from longspan.train.trainer import Trainer
 
@@ -36,6 +37,38 @@ def test_samples_do_not_depend_on_how_many_fit_at_once(
     found = measure(trained.model, trained.task, 2, 150)
     assert found._replace(seconds=0) == expected._replace(seconds=0)
     assert 0 < found.value < 100
+
+
+def test_samples_drawn_ahead_are_the_same_in_the_same_order() -> None:
+    task = get_task("mqmtar", alphabet=16, num_words=64, num_queries=2)
+    drawn: list[int] = []
+
+    def batches() -> Iterator[Batch]:
+        for number, batch in enumerate(ladder._batches(task, 40, 150, "test", 16)):
+            drawn.append(number)
+            yield batch
+
+    expected = list(ladder._batches(task, 40, 150, "test", 16))
+    for number, (batch, other) in enumerate(zip(ladder._ahead(batches()), expected, strict=True)):
+        assert all(torch.equal(*parts) for parts in zip(batch, other, strict=True))
+        assert set(drawn) <= set(range(number + 2))  # one ahead, and no more: they take memory
+    assert len(drawn) == len(expected) > 5
+
+
+def test_what_cannot_be_drawn_ahead_is_told_and_who_stops_early_leaves_no_thread() -> None:
+    def batches() -> Iterator[Batch]:
+        yield from ladder._batches(get_task("copy"), 4, 8, "test", 8)
+        raise ValueError("no more")
+
+    before = threading.active_count()
+    ahead = ladder._ahead(batches())
+    next(ahead)
+    with pytest.raises(ValueError, match="no more"):
+        next(ahead)
+    early = ladder._ahead(ladder._batches(get_task("copy"), 4, 100, "test", 8))
+    next(early)
+    del early
+    assert threading.active_count() == before
 
 
 def test_a_measurement_is_repeated_exactly_and_the_purposes_differ(trained: Trainer) -> None:

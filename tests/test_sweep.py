@@ -266,6 +266,32 @@ def test_a_sweep_that_is_over_has_every_run_save_itself_and_the_next_goes_on(
     assert second.state == "waiting"
 
 
+def test_what_was_measured_when_the_time_is_up_stays_and_the_next_sweep_goes_on(tmp_path: Path) -> None:
+    folder, results = tmp_path / "run", tmp_path / "run" / "results.jsonl"
+    edits = [*EDITS, "steps=2", "test_samples=300", "test_lengths=[96,192]"]
+
+    def job() -> Job:
+        train = ["train", "copy", "--smoke", "--device=cpu", f"--out={folder}", *(f"--set={edit}" for edit in edits)]
+        config = config_of("longspan/copy/nape/asentmax", 0, True, edits)
+        return Job("run", config, folder, train, ["evaluate", str(folder), "--purpose=both", "--device=cpu"])
+
+    first, second, stop = job(), job(), Stop()
+
+    def show() -> None:
+        stop.wanted = results.exists() and results.stat().st_size > 0
+
+    sweep([first], 1, 300, stop, show, pause=0.02)
+    assert first.state == "stopped"
+    measured = list(read_rows(results))
+    assert 1 <= len(measured) < 6
+    sweep([second], 1, 300, Stop(), lambda: None, pause=0.02)
+    assert second.state == "finished"
+    rows = list(read_rows(results))
+    assert rows[: len(measured)] == measured
+    assert [row["length"] for row in rows] == [6, 12, 24, 48, 96, 192]
+    assert len(log_of(folder, "start")) == 1
+
+
 def test_ctrl_c_stops_every_run_cleanly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "longspan.cli", "sweep", "copy", "--methods", "softmax", "--smoke", "--seeds=2"]
     command += ["--side-by-side=2", "--device=cpu", "--set", *EDITS, "steps=100000", "log_every=1"]

@@ -216,7 +216,7 @@ def _shown(live: Live, jobs: "list[Job]", harvest: "Harvest | None", weights: Pa
             if weights is not None and job.state == "finished":
                 keep_weights(job.folder, weights)
             states[job.folder] = job.state
-        running = [job for job in jobs if job.process is not None]
+        running = [job for job in jobs if job.worker is not None]
         if now - harvested > EVERY:
             harvested = now
             for job in running:

@@ -7,6 +7,7 @@ reference so far is the reference's next one. So one teacher-forced forward deci
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -57,7 +58,9 @@ def measure(
     rows = _rows_at_once(model, task.time(length), device)
     while True:
         try:
-            exact, right, counted = _counts(model, _batches(task, length, samples, purpose, rows), precision)
+            batches = _batches(task, length, samples, purpose, rows)
+            batches = _ahead(batches) if device.type == "cuda" else batches  # two would wait for each other on a CPU
+            exact, right, counted = _counts(model, batches, precision)
             break
         except torch.OutOfMemoryError:
             if rows == 1:
@@ -177,6 +180,15 @@ def _batches(task: Task, length: int, samples: int, purpose: Purpose, rows: int)
             whole = Batch(*(torch.cat(parts) for parts in zip(*pending, strict=True)))
             yield from (Batch(*parts) for parts in zip(*(part.split(rows) for part in whole), strict=True))
             pending = []
+
+
+def _ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches, each drawn by a thread while the one before it is at work."""
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(next, batches, None)
+        while (batch := following.result()) is not None:
+            following = thread.submit(next, batches, None)
+            yield batch
 
 
 def _rows_at_once(model: Decoder, time_steps: int, device: torch.device) -> int:

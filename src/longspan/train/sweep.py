@@ -1,11 +1,9 @@
-"""Many runs within a time budget: each is a process of its own, a few at a time, and goes on where it stopped."""
+"""Many runs within a time budget: a few workers take one after the other, and each run goes on where it stopped."""
 
 import json
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from longspan.results import Row
 from longspan.train import checkpoint as checkpoints
 from longspan.train.config import RunConfig
 from longspan.train.loop import SHARED_BY, Stop, holds_another
+from longspan.train.worker import Worker
 
 GRACE = 120.0  # seconds that a run has to save itself when it is told to stop by hand
 _SAVED_AND_LEFT = 130
@@ -37,7 +36,7 @@ class Job:
     state: State = "waiting"
     step: int = 0
     loss: float | None = None
-    process: subprocess.Popen[bytes] | None = None
+    worker: Worker | None = None  # that is at work on it
 
     def next_command(self) -> Sequence[str] | None:
         """What is still to be done, None if nothing."""
@@ -63,8 +62,8 @@ class Job:
         rows = _last_rows(self.folder / "log.jsonl")
         return bool(rows) and rows[-1]["event"] == "diverged"
 
-    def start(self, threads: int, side_by_side: int = 1) -> None:
-        """Start what is still to be done, if anything is."""
+    def start(self, worker: Worker) -> None:
+        """Have what is still to be done done, if anything is."""
         self.look()
         command = self.next_command()
         if command is None:
@@ -72,15 +71,8 @@ class Job:
             return
         self.state = "training" if command is self.train else "measuring"
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "output.log").open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "longspan.cli", *command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={"OMP_NUM_THREADS": str(threads), **os.environ, SHARED_BY: str(side_by_side)},
-                process_group=0,  # Ctrl-C is the sweep's alone, which passes it on once
-            )
+        worker.begin(command, self.folder / "output.log")
+        self.worker = worker
 
     def look(self) -> None:
         """Read from its log how far it is."""
@@ -109,6 +101,8 @@ def sweep(
     that does not fit into the seconds that are left is passed over. `show` is called after each look.
     """
     threads = max(1, (os.cpu_count() or 1) // side_by_side)
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ, SHARED_BY: str(side_by_side)}
+    workers = [Worker(environment) for _ in range(side_by_side)]
     waiting = list(jobs)
     deadline = time.monotonic() + seconds - reserve
     patience = reserve or GRACE
@@ -122,20 +116,23 @@ def sweep(
                 _send(jobs, signal.SIGTERM)
             elif told is not None and now > told + patience:
                 _send(jobs, signal.SIGKILL)
-            while told is None and len(_running(jobs)) < side_by_side:
+            while told is None and (free := [worker for worker in workers if not worker.busy]):
                 following = next((job for job in waiting if fits(job, deadline - now)), None)
                 if following is None:
                     break
                 waiting.remove(following)
-                following.start(threads, side_by_side)
+                following.start(free[0])
             for job in _running(jobs):
-                _follow(job, threads, side_by_side, told is not None)
+                _follow(job, told is not None)
             show()
             if not _running(jobs) and (told is not None or not any(fits(job, deadline - now) for job in waiting)):
                 return
             time.sleep(pause)
-    finally:  # none are left, unless by an error or a second Ctrl-C; their last checkpoints stay
-        _send(jobs, signal.SIGKILL)
+    finally:  # none are at work, unless by an error or a second Ctrl-C; their last checkpoints stay
+        for worker in workers:
+            worker.send(signal.SIGKILL)
+        for worker in workers:
+            worker.end()
 
 
 def expected_seconds(config: RunConfig, step: int, runs: Iterable[Row]) -> float | None:
@@ -151,30 +148,31 @@ def expected_seconds(config: RunConfig, step: int, runs: Iterable[Row]) -> float
 
 
 def _running(jobs: Sequence[Job]) -> list[Job]:
-    return [job for job in jobs if job.process is not None]
+    return [job for job in jobs if job.worker is not None]
 
 
 def _send(jobs: Sequence[Job], number: signal.Signals) -> None:
     for job in jobs:
-        if job.process is not None:
-            job.process.send_signal(number)
+        if job.worker is not None:
+            job.worker.send(number)
 
 
-def _follow(job: Job, threads: int, side_by_side: int, told: bool) -> None:
-    """Look how far a running job is; when its process has ended, say how, and start what follows."""
-    assert job.process is not None
-    code = job.process.poll()
+def _follow(job: Job, told: bool) -> None:
+    """Look how far a running job is; when its command has ended, say how, and start what follows."""
+    assert job.worker is not None
+    worker, code = job.worker, job.worker.code()
     job.look()
     if code is None:
         return
-    job.process = None
+    job.worker = None
     trained = job.state == "training" and (not code or job.diverged)
     if code in (_SAVED_AND_LEFT, -signal.SIGTERM) or (told and code == -signal.SIGKILL):
         job.state = "stopped"
     elif trained and job.evaluate is not None and not told:
-        job.start(threads, side_by_side)
+        job.start(worker)
     elif code and not trained:
         job.state = "failed"
+        worker.end()  # whatever broke, the device may not be what it was
     elif job.next_command() is None:
         job.state = "diverged" if job.diverged else "finished"
     else:
