@@ -15,7 +15,9 @@ from longspan.evaluate.inspect import (
     head_rows,
     heads_of,
     layer_inputs,
+    live_tiles,
     map_rows,
+    query_blocks,
     query_rows,
     sample_tokens,
     spread_of,
@@ -127,6 +129,34 @@ def test_statistics_of_known_weights() -> None:
     assert found["entropy"] == pytest.approx([1, 0, 1])
     assert found["largest"] == [0.5, 1, 0.25]
     assert found["distance"] == [0.5, 0, 1.5]
+
+
+@pytest.mark.parametrize("method", ["softmax", "asentmax"])
+def test_live_tiles_are_those_of_the_whole_map(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longspan.evaluate.inspect.TILE", 3)
+    monkeypatch.setattr("longspan.evaluate.inspect._WEIGHTS_AT_ONCE", 1)  # a row at a time
+    model = model_of(method, "nape")
+    tokens = sample_tokens(TASK, 9, 2, CPU)
+    width = tokens.shape[1]
+    layer, x = attention_layers(model)[1], layer_inputs(model, tokens)[1]
+    heads = heads_of(layer, x if method == "softmax" else 20 * x)  # so sharp that some tiles are dead
+    weights = weights_of(layer, heads, torch.arange(width))
+    count = -(-width // 3)
+    for head, share in enumerate(live_tiles(layer, heads, range(count)).tolist()):
+        found = []
+        for sequence in weights[:, head]:
+            for row in range(count):
+                tiles = [sequence[3 * row : 3 * row + 3, 3 * key : 3 * key + 3] for key in range(row + 1)]
+                found.append(sum(bool((tile > 0).any()) for tile in tiles) / len(tiles))
+        assert share == pytest.approx(sum(found) / len(found))
+        assert (share == 1) == (method == "softmax")
+
+
+def test_query_blocks_are_few_even_and_end_at_the_last() -> None:
+    assert query_blocks(5, 1) == [0]
+    assert query_blocks(129, 1000) == [0, 1]
+    assert query_blocks(1024, 256) == [3, 7]
+    assert query_blocks(1025, 1) == [8]
 
 
 def test_query_rows_are_few_even_and_end_at_the_last() -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # What is shown of a head, and how it is called in the table and on an axis.
 COLUMNS = {
     "support": "support",
+    "tiles": "live tiles",
     "entropy": "H / log n",
     "largest": "largest weight",
     "distance": "distance",
@@ -40,7 +41,7 @@ def inspect(
     format: Annotated[Format, typer.Option(help="Of the figures.")] = Format.png,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
-    """Measure the heads of a trained model: support, entropy, largest weight, distance, and the scale's β and γ."""
+    """Measure the heads of a trained model: support, live tiles, entropy, largest weight, distance and scale."""
     from longspan.evaluate.inspect import head_rows, map_rows, origin_of, query_rows
     from longspan.tasks import get_task
     from longspan.train import checkpoint as checkpoints

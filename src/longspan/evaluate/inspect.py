@@ -21,6 +21,7 @@ from longspan.results import Row, provenance
 from longspan.tasks.base import Task, stream_seed
 from longspan.train.config import RunConfig, fingerprint
 
+TILE = 128  # queries and keys of what a kernel takes or leaves as a whole
 _WEIGHTS_AT_ONCE = 1 << 22
 
 
@@ -120,6 +121,31 @@ def spread_of(weights: Tensor, rows: Tensor) -> dict[str, Tensor]:
     }
 
 
+@torch.no_grad()
+def live_tiles(layer: Attention, heads: Heads, blocks: Sequence[int]) -> Tensor:
+    """The share of tiles with a weight above zero, of those that causal rows see, in blocks of TILE queries: (heads,).
+
+    What is left of a map for a kernel that skips dead tiles; tiles on the diagonal are always live.
+    """
+    batch, num_heads, width, _ = heads.q.shape
+    shares = []
+    for block in blocks:
+        rows = torch.arange(block * TILE, min((block + 1) * TILE, width), device=heads.q.device)
+        kept = torch.zeros(batch, num_heads, width, dtype=torch.bool, device=heads.q.device)
+        for _, weights in weight_blocks(layer, heads, rows):
+            kept |= (weights > 0).any(2)
+        tiles = nn.functional.pad(kept, (0, -width % TILE)).unflatten(-1, (-1, TILE)).any(-1)
+        shares.append(tiles.double().sum(-1) / (block + 1))
+    return torch.stack(shares).mean((0, 1))
+
+
+def query_blocks(width: int, queries: int) -> list[int]:
+    """Blocks of TILE queries, as many as hold `queries`, one at least, evenly spaced, the last one among them."""
+    count = -(-width // TILE)
+    wanted = min(count, max(1, queries // TILE))
+    return sorted({round(count * (i + 1) / wanted) - 1 for i in range(wanted)})
+
+
 def query_rows(width: int, queries: int) -> Tensor:
     """At most `queries` rows, evenly spaced, the last one among them; not the first, which sees but itself."""
     if width < 2:
@@ -141,6 +167,7 @@ def head_rows(model: Decoder, task: Task, length: int, samples: int = 8, queries
     device = next(model.parameters()).device
     tokens = sample_tokens(task, length, samples, device)
     rows = query_rows(tokens.shape[1], queries).to(device)
+    blocks_of_rows = query_blocks(tokens.shape[1], queries)
     layers = attention_layers(model)
     seen: list[list[dict[str, Tensor]]] = [[] for _ in layers]  # by layer and sample: (heads, rows) by name
     for sequence in tokens.split(1):
@@ -148,6 +175,7 @@ def head_rows(model: Decoder, task: Task, length: int, samples: int = 8, queries
             heads = heads_of(layer, x)
             blocks = [spread_of(weights, block) for block, weights in weight_blocks(layer, heads, rows)]
             spread = {name: torch.cat([block[name] for block in blocks], -1)[0] for name in blocks[0]}
+            spread["tiles"] = live_tiles(layer, heads, blocks_of_rows)[:, None]
             collected.append(spread | {name: part[0][:, rows] for name, part in heads.parts.items()})
     return [
         {"length": length, "layer": number, "head": head + 1, "samples": samples, "queries": len(rows)}
@@ -160,7 +188,7 @@ def head_rows(model: Decoder, task: Task, length: int, samples: int = 8, queries
 def _head_row(layer: Attention, values: dict[str, Tensor], head: int) -> Row:
     slopes = layer.position.slopes
     row: Row = {"slope": None if slopes is None else slopes[head].item()}
-    row |= {name: values[name].mean().item() for name in ("support", "entropy", "largest", "distance")}
+    row |= {name: values[name].mean().item() for name in ("support", "tiles", "entropy", "largest", "distance")}
     scaled = bool(layer.position.scaled[head])
     row |= {
         name: values[name].mean().item() if scaled and name in values else None for name in ("scale", "beta", "gamma")
