@@ -145,6 +145,7 @@ def test_the_fingerprint_changes_with_everything_else() -> None:
         "seed": 7,
         "average": None,
         "precision": "bfloat16",
+        "soft_until": 0.5,
         "noise_from": 0.5,
         "optimizer.momentum": 0.5,
         "optimizer.clip": 0.5,

@@ -10,7 +10,6 @@ from torch import nn
 
 from longspan.evaluate import ladder
 from longspan.evaluate.ladder import measure
-from longspan.nn.norm import HeadNorm
 from longspan.paper.recipes import recipe, smoke
 from longspan.tasks.base import PURPOSES, stream_seed
 from longspan.train.trainer import Trainer, model_of
@@ -92,47 +91,6 @@ def test_the_average_of_the_weights() -> None:
     for (name, found), live in zip(averaged.named_parameters(), trainer.model.parameters(), strict=True):
         torch.testing.assert_close(found.detach(), expected[name], rtol=1e-5, atol=1e-7)
         assert not torch.equal(found, live)
-
-
-def test_noise_depends_on_the_seed_and_the_step_alone() -> None:
-    attention = replace(TINY.model.attention, qk_norm=True, qk_noise=0.5)
-    config = tiny(model=replace(TINY.model, attention=attention), noise_from=0.0)
-    whole, first, second = Trainer(config), Trainer(config), Trainer(config)
-    for _ in range(4):
-        whole.advance()
-    for _ in range(2):
-        first.advance()
-    second.restore(first.checkpoint())
-    torch.manual_seed(99)
-    for _ in range(2):
-        second.advance()
-    assert all(map(torch.equal, whole.model.parameters(), second.model.parameters()))
-    quiet = Trainer(tiny(model=replace(config.model, attention=replace(attention, qk_noise=0.0)), noise_from=0.0))
-    noisy = Trainer(config)
-    for trainer in (quiet, noisy):
-        trainer.advance()
-    assert quiet.metrics().loss != pytest.approx(noisy.metrics().loss)
-
-
-def test_noise_waits_until_the_task_is_learned() -> None:
-    attention = replace(TINY.model.attention, qk_norm=True, qk_noise=0.5)
-    noisy = Trainer(tiny(model=replace(TINY.model, attention=attention), noise_from=0.02, steps=60))
-    quiet = Trainer(tiny(model=replace(TINY.model, attention=replace(attention, qk_noise=0.0)), steps=60))
-    gates, equal = [], []
-    while noisy.step < 60:
-        gates.append(float(noisy.noise["gate"]))
-        for trainer in (noisy, quiet):
-            trainer.advance()
-        equal.append(noisy.metrics().loss == quiet.metrics().loss)
-    assert gates == sorted(gates)
-    opened = gates.index(1.0)
-    assert 0 < opened < 50
-    assert all(equal[:opened])
-    assert not any(equal[opened:])
-    again = Trainer(noisy.config)
-    again.restore(noisy.checkpoint())
-    assert float(again.noise["gate"]) == 1
-    assert all(module.gate is again.noise["gate"] for module in again.model.modules() if isinstance(module, HeadNorm))
 
 
 def test_without_an_average_the_weights_themselves_are_measured() -> None:

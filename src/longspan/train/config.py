@@ -18,6 +18,7 @@ _YOUNGER = {
     ("model", "attention", "qk_gain"): 1.0,
     ("model", "attention", "qk_noise"): 0.0,
     ("noise_from",): 0.9,
+    ("soft_until",): None,
 }
 
 
@@ -50,7 +51,8 @@ class RunConfig:
     longest: int = 64
     seed: int = 0
     average: float | None = None  # decay of the running average of the weights, which is then what is evaluated
-    noise_from: float = 0.9  # the token accuracy, a running mean, from which on there is `model.attention.qk_noise`
+    soft_until: float | None = None  # the token accuracy, a running mean, until which entmax is softmax
+    noise_from: float = 0.9  # that from which on there is `model.attention.qk_noise`
     precision: Literal["float32", "bfloat16"] = "float32"
     log_every: int = 100
     save_every: int = 1000
@@ -100,8 +102,10 @@ def check(config: RunConfig) -> None:
             raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
     if config.shortest > config.longest:
         raise ValueError(f"shortest ({config.shortest}) must not be above longest ({config.longest})")
-    if not 0 <= config.noise_from <= 1:
-        raise ValueError(f"noise_from must be between 0 and 1, got {config.noise_from}")
+    for name in ("soft_until", "noise_from"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(f"{name} must be between 0 and 1, got {value}")
     if config.average is not None and not 0 <= config.average < 1:
         raise ValueError(f"average must be at least 0 and below 1, got {config.average}")
 

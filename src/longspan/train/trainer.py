@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from longspan.nn.decoder import Decoder
-from longspan.nn.norm import HeadNorm
 from longspan.tasks import get_task
 from longspan.tasks.base import Batch, stream_seed
 from longspan.train.checkpoint import Checkpoint
 from longspan.train.config import RunConfig, check, fingerprint, from_json, to_json
 from longspan.train.optimizers import Optimizer
+from longspan.train.phases import Phases
 
 
 class Metrics(NamedTuple):
@@ -49,13 +49,7 @@ class Trainer:
             else {}
         )
         self.step = 0
-        self.noise: dict[str, Tensor] = {}
-        if config.model.attention.qk_noise:
-            self.noise = {"learned": torch.zeros((), device=self.device), "gate": torch.zeros((), device=self.device)}
-            for module in self.model.modules():
-                if isinstance(module, HeadNorm):
-                    module.gate = self.noise["gate"]
-            self._open_gate(torch.zeros((), device=self.device))
+        self.phases = Phases(config, self.model, self.device)
         self.generator = torch.Generator(self.device)
         self._sums = torch.zeros(4, device=self.device)  # loss, right, tokens, gradient norm
         self._since = 0
@@ -74,7 +68,7 @@ class Trainer:
     def advance(self) -> None:
         """Take one step."""
         length, batch = self._batch()
-        if self.noise:
+        if self.phases.noisy:
             torch.manual_seed(stream_seed("noise", self.config.seed, self.step))
         self.optimizer.rate.fill_(learning_rate(self.step, self.config))
         if self.device.type == "cuda":
@@ -83,6 +77,8 @@ class Trainer:
             self._update(length, batch)
         self.step += 1
         self._since += 1
+        if self.phases.look(self.step):
+            self._graphs.clear()  # they hold another model
         if self.device.type == "cuda" and self.step < self.config.steps:
             with torch.cuda.stream(self._aside):  # while the step runs
                 self._ahead = self.step, *self.draw(self.step)
@@ -128,15 +124,9 @@ class Trainer:
             assert decay is not None
             torch._foreach_lerp_(list(self.average.values()), [p.detach() for p in parameters], 1 - decay)
         with torch.no_grad():
-            if self.noise:
-                self._open_gate(right / batch.mask.sum())
+            if self.phases:
+                self.phases.take(right / batch.mask.sum())
             self._sums += torch.stack([loss.detach(), right.float(), batch.mask.sum().float(), norm])
-
-    def _open_gate(self, accuracy: Tensor) -> None:
-        """Noise begins once the model knows what it is for: earlier, it never finds out. Once open it stays so."""
-        learned, gate = self.noise["learned"], self.noise["gate"]
-        learned.lerp_(accuracy, 0.01)
-        gate.copy_(torch.maximum(gate, (learned >= self.config.noise_from).float()))
 
     def _update_from_graph(self, length: int, batch: Batch) -> None:
         """Replay the graph of this length. The first time the step runs as it is, and is then captured for the next."""
@@ -171,7 +161,7 @@ class Trainer:
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         tensors |= {f"average.{name}": tensor for name, tensor in self.average.items()}
         tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
-        tensors |= {f"noise.{name}": tensor for name, tensor in self.noise.items()}
+        tensors |= {f"phases.{name}": tensor for name, tensor in self.phases.state().items()}
         tensors |= {"log.sums": self._sums, "log.steps": torch.tensor(self._since)}
         return Checkpoint(self.step, to_json(self.config), tensors)
 
@@ -184,8 +174,8 @@ class Trainer:
         self.model.load_state_dict(_under("model.", checkpoint.tensors))
         for name, tensor in self.average.items():
             tensor.copy_(checkpoint.tensors[f"average.{name}"])
-        for name, tensor in self.noise.items():
-            tensor.copy_(checkpoint.tensors[f"noise.{name}"])
+        self.phases.load(_under("phases.", checkpoint.tensors))
+        self._graphs.clear()
         self.optimizer.load(_under("optimizer.", checkpoint.tensors))
         self._sums.copy_(checkpoint.tensors["log.sums"])
         self.step, self._since = checkpoint.step, int(checkpoint.tensors["log.steps"])
