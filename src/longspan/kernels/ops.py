@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from longspan.kernels.backward import column_kernel, key_kernel, query_kernel
+from longspan.kernels.collect import collect_kernel, root_kernel
 from longspan.kernels.output import output_kernel
 from longspan.kernels.softmax import softmax_kernel
 from longspan.kernels.solve import solve_kernel
@@ -35,6 +36,7 @@ class Blocks(NamedTuple):
     rows: int
     keys: int
     survey: Launch
+    collect: Launch
     solve: Launch
     output: Launch
     query: Launch
@@ -47,15 +49,16 @@ def blocks_of(q: Tensor, v: Tensor) -> Blocks:
     width = max(padded(q.shape[3]), padded(v.shape[3]))
     if q.dtype == torch.float32:
         rows, launch = 64 if width <= 64 else 32, Launch(32, 4, 2)
-        return Blocks(rows, 32, launch, launch, launch, launch, launch, 32)
+        return Blocks(rows, 32, launch, launch, launch, launch, launch, launch, 32)
+    collect = Launch(64, 4, 2)
     if width <= 64:
-        output, query = Launch(128, 8, 3), Launch(64, 8, 3, 128)
-        return Blocks(128, 128, Launch(128, 4, 3), Launch(128, 4, 3), output, query, Launch(32, 4, 3, 168), 64)
+        square, output, query = Launch(128, 4, 3), Launch(128, 8, 3), Launch(64, 8, 3, 128)
+        return Blocks(128, 128, square, collect, square, output, query, Launch(32, 4, 3, 168), 64)
     if width <= 128:
         wide = Launch(64, 8, 3)
-        return Blocks(128, 64, Launch(64, 4, 3), wide, wide, wide, Launch(32, 4, 3), 64)
+        return Blocks(128, 64, Launch(64, 4, 3), collect, wide, wide, wide, Launch(32, 4, 3), 64)
     wide = Launch(32, 8, 2)
-    return Blocks(64, 64, Launch(64, 8, 2), Launch(64, 8, 2), wide, wide, wide, 64)
+    return Blocks(64, 64, Launch(64, 8, 2), collect, Launch(64, 8, 2), wide, wide, wide, 64)
 
 
 class _Outputs(NamedTuple):
@@ -68,6 +71,7 @@ class _Outputs(NamedTuple):
     tiles: Tensor  # the live tiles of every block of queries, and how many of them are masked and are in all
     counts: Tensor
     live: Tensor  # the same as a map, keys first
+    top: Tensor  # the maximum, for statistics where `maximum` and `height` are those of the smallest survivor
 
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, alpha: float, grad: bool, stats: bool) -> _Outputs:
@@ -90,6 +94,7 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, alpha: float, grad: bool, stats: b
         q.new_empty(batch, heads, rows, keys, dtype=torch.int16),
         q.new_empty(batch, heads, rows, 2, dtype=torch.int32),
         q.new_zeros((batch, heads, keys, rows) if grad or stats else (0,), dtype=torch.int8),
+        line.new_empty(shape if alpha > 2 else (0,)),
     )
 
 
@@ -168,7 +173,9 @@ def _stats(q: Tensor, k: Tensor, v: Tensor, made: _Outputs, alpha: float, causal
     if kind_of(alpha) == SOFTMAX:
         tau, largest, dead = torch.full_like(made.height, -1.0), made.height, made.height.new_zeros(q.shape[:2])
     else:
-        tau, largest = made.maximum - made.height, made.height ** powers_of(alpha)[1]
+        tau = made.maximum - made.height
+        highest = made.top - made.maximum + made.height if alpha > 2 else made.height
+        largest = highest ** powers_of(alpha)[1]
         dead = 1 - made.live.sum((2, 3)) / max(1, _visible_tiles(q, k, v, causal))
     return Stats(torch.where(sees, tau, torch.inf), made.support.long(), made.entropy, largest, dead)
 
@@ -196,6 +203,13 @@ def _precision(alpha: float, dtype: torch.dtype, stats: bool) -> tuple[float, fl
     if alpha != 1.5:
         return (0.05 if coarse else 0.02), 1.0
     return (0.45, 1.01) if coarse else (0.05, 1.0005)
+
+
+def capacity(alpha: float) -> int:
+    """How many candidates of a row are collected: above the most of 640 rows of noise of 16K (50 at alpha 1.75, 14 at
+    3, simulated). 0: none, as rows are solved by rounds: at 1.25 there are hundreds, at 1.5 a round or two is enough.
+    """
+    return 0 if alpha <= 1.5 else 64 if alpha <= 2 else 32
 
 
 @torch.library.custom_op("longspan::long_attention", mutates_args=())
@@ -235,10 +249,30 @@ def long_attention(
         a, survey_r, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
         KIND=survey_kind, MASK_ALL=mask_all, **blocks.survey.options(), **constants,
     )  # fmt: skip
+    over = None
+    if cap := capacity(alpha):
+        if stats and alpha > 2:
+            made.top.copy_(made.maximum)
+        places = made.maximum.numel()
+        scores = made.maximum.new_empty(places, cap)
+        copies = torch.empty_like(scores, dtype=torch.uint8)
+        held = scores.new_empty(places, dtype=torch.int32)
+        over = held.new_empty(batch, heads, rows)
+        collect_kernel[grid](
+            q, k, made.maximum, made.height, made.tiles, made.counts, scores, copies, held, over,
+            slopes, lengths, documents, a, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
+            CAP=cap, PART=blocks.collect.part, **blocks.collect.options(), **constants,
+        )  # fmt: skip
+        at_once = 1024 // cap
+        root_kernel[(triton.cdiv(places, at_once),)](
+            made.maximum, made.height, scores, copies, held, over, a, r, places, time, rows,
+            KIND=kind_of(alpha, fine=True), CONVEX=alpha <= 2, CAP=cap, M=blocks.rows, AT_ONCE=at_once, num_warps=4,
+        )  # fmt: skip
     solve_kernel[grid](
-        q, k, made.maximum, made.height, slope, made.tiles, made.counts, slopes, lengths, documents,
+        q, k, made.maximum, made.height, slope, made.tiles, made.counts, over, slopes, lengths, documents,
         a, r, scale, tail, tolerance, aim, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
-        KIND=kind, CONVEX=alpha <= 2, TAIL=steep, PART=blocks.solve.part, **blocks.solve.options(), **constants,
+        KIND=kind, CONVEX=alpha <= 2, TAIL=steep, COLLECTED=over is not None,
+        PART=blocks.solve.part, **blocks.solve.options(), **constants,
     )  # fmt: skip
     output_kernel[grid](
         q, k, v, made.out, made.mean, made.maximum, made.height, made.support, made.entropy,
