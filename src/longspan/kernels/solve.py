@@ -36,7 +36,8 @@ def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Over, Slopes, Lengt
                  a, r, scale, tail, tolerance, aim, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
                  KIND: tl.constexpr, CONVEX: tl.constexpr, TAIL: tl.constexpr, COLLECTED: tl.constexpr,
                  CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr,
-                 PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                 PRECISION: tl.constexpr,
+                 M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """From the survey's heights to heights at which the weights sum to 1, within what the output's step can mend.
 
     COLLECTED: only the blocks with more candidates than could be collected.
@@ -50,7 +51,7 @@ def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Over, Slopes, Lengt
     limit = end if LENGTHS or not CAUSAL else None
     slope = slope_of(Slopes, head, SLOPES)
     place = pair.to(tl.int64) * NQ + block
-    if COLLECTED:
+    if COLLECTED:  # noqa: SIM102, the compiler would take both sides of an `and`
         if tl.load(Over + place) == 0:
             return
     List += place * NK
