@@ -41,7 +41,7 @@ class Spy:
 
 def test_alphas_with_few_candidates_collect_them() -> None:
     assert [candidates.capacity(alpha) for alpha in (1.1, 1.25, 1.5)] == [0, 0, 0]
-    assert [candidates.capacity(alpha) for alpha in (1.6, 1.75, 2.0, 2.5, 3.0, 4.0)] == [64, 64, 64, 32, 32, 32]
+    assert [candidates.capacity(alpha) for alpha in (1.6, 1.75, 2.0, 2.5, 3.0, 4.0)] == [128, 64, 64, 32, 32, 32]
 
 
 CALLS = {

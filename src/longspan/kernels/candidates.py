@@ -28,12 +28,12 @@ from longspan.kernels.tiles import SIZES, block_of_queries, end_of, load_tile, s
 def capacity(alpha: float) -> int:
     """How many candidates of a row are kept, 0 where rows are solved by rounds.
 
-    Simulated, 640 rows of noise of 16K scores: at most 50 candidates at alpha 1.75, 35 at 2, 14 at 3. At 1.25 there are
-    hundreds, and at 1.5 a round or two without any root or power is enough.
+    Simulated, 640 rows of noise of 16K scores: at most 83 candidates at alpha 1.5, 62 at 1.6, 50 at 1.75, 35 at 2, 16 at
+    3. At 1.25 there are hundreds, and at 1.5 a round or two without any root or power is enough.
     """
     if alpha <= 1.5:
         return 0
-    return 64 if alpha <= 2 else 32
+    return 128 if alpha < 1.7 else 64 if alpha <= 2 else 32
 
 
 class Candidates(NamedTuple):
@@ -60,6 +60,13 @@ def _above(score, maximum, height):
 
 
 @triton.jit
+def _part_of_list(List, index, stop, N: tl.constexpr, PART: tl.constexpr):
+    """The first key of part `index` of the tiles on the list, 0 at its end."""
+    tile = tl.load(List + index // (N // PART), mask=index < stop, other=0).to(tl.int32)
+    return tl.where(index < stop, tile * N + index % (N // PART) * PART, 0)
+
+
+@triton.jit
 def _collect_tiles(q, K, k_t, k_d, begin, count, List, positions, maximum, height, held, Scores, Copies, places,
                    a, scale, slope, end, Documents, TK, D,
                    CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -67,11 +74,15 @@ def _collect_tiles(q, K, k_t, k_d, begin, count, List, positions, maximum, heigh
                    N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Adds the candidates of the tiles `begin` to `count` of the list. `held`: how many each row has."""
     unit = 1.0 if SLOPES or MASKED else a * scale
-    for index in range(begin * (N // PART), count * (N // PART)):
-        tile = tl.load(List + index // (N // PART)).to(tl.int32)
-        first = tile * N + index % (N // PART) * PART
-        k = load_tile(K, first, k_t, k_d, TK, D, PART, BLOCK_D, WHOLE=not MASKED)
+    start, stop = begin * (N // PART), count * (N // PART)
+    following = _part_of_list(List, start, stop, N, PART)
+    k = load_tile(K, following, k_t, k_d, TK, D, PART, BLOCK_D)
+    for index in range(start, stop):
+        first = following
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        # The next keys travel while candidates are taken out; the compiler does not see to it where loops are nested.
+        following = _part_of_list(List, index + 1, stop, N, PART)
+        k = load_tile(K, following, k_t, k_d, TK, D, PART, BLOCK_D)
         if SLOPES or MASKED:
             keys = first + tl.arange(0, PART)
             product = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end, Documents, TK,

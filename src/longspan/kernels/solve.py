@@ -1,4 +1,7 @@
-"""Entmax attention for long rows, the second stage of the forward: the threshold of every row, over its live tiles."""
+"""Entmax attention for long rows, the second stage of the forward: the threshold of every row, over its live tiles.
+
+For alpha <= 1.5, and above for the rows with more candidates than `candidates.py` has room for.
+"""
 
 import triton
 import triton.language as tl
