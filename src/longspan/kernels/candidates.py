@@ -28,8 +28,8 @@ from longspan.kernels.tiles import SIZES, block_of_queries, end_of, load_tile, s
 def capacity(alpha: float) -> int:
     """How many candidates of a row are kept, 0 where rows are solved by rounds.
 
-    Simulated, 640 rows of noise of 16K scores: at most 83 candidates at alpha 1.5, 62 at 1.6, 50 at 1.75, 35 at 2, 16 at
-    3. At 1.25 there are hundreds, and at 1.5 a round or two without any root or power is enough.
+    Simulated, rows of noise of 16K scores have at most 83 candidates at alpha 1.5, 62 at 1.6, 50 at 1.75, 35 at 2 and
+    16 at 3. At 1.25 there are hundreds, and at 1.5 a round or two without any root or power is enough.
     """
     if alpha <= 1.5:
         return 0
