@@ -10,6 +10,7 @@ from triton.compiler import ASTSource
 from longspan.kernels import (
     backward,
     bounds,
+    candidates,
     decode,
     decode_rows,
     decode_values,
@@ -24,6 +25,7 @@ from longspan.kernels import (
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {"List": "i16", "Live": "i8", "Counts": "i32", "Ranges": "i32", "Lengths": "i64", "Documents": "i64"}
 POINTERS |= {"Pages": "i32", "Table": "i32", "Starts": "i64", "Keys": "i32", "Arrivals": "i32", "Many": "i32"}
+POINTERS |= {"Copies": "u8", "Held": "i32", "Over": "i32"}
 HALVES = {"Q", "K", "V", "O", "dO", "dQ", "dK", "dV", "Low", "High"}
 NUMBERS = {"a", "r", "scale", "tail", "tolerance", "aim", "unit", "reach", "epsilon"}
 OPTIONAL = {
@@ -39,13 +41,15 @@ OPTIONAL = {
     "Bounds": "BOXES",
     "Floors": "BOXES",
     "Many": "DEFER",
+    "Over": "COLLECTED",
+    "Residue": "REFINE",
 }
 PLAIN: dict[str, Any] = {
     "KIND": 4, "CONVEX": True, "TAIL": False, "CAUSAL": True, "SLOPES": False, "LENGTHS": False, "DOCUMENTS": False,
     "MASK_ALL": False, "PRECISION": "tf32", "GRAD": True, "MAP": True, "STATS": False, "M": 32, "N": 32, "PART": 32,
     "KEYS": 32, "CHUNK": 256, "BLOCK_D": 32, "BLOCK_DV": 32,
     "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 16, "PROBES": 4,
-    "DEFER": True, "SHARES": 4, "GATHER": 16, "PARTS": 16, "STAGES": 3,
+    "COLLECTED": True, "REFINE": False, "CAP": 64, "DEFER": True, "SHARES": 4, "GATHER": 16, "PARTS": 16, "STAGES": 3,
 }  # fmt: skip
 SPARSE: dict[str, dict[str, Any]] = {
     "slopes": {"SLOPES": True},
@@ -53,7 +57,17 @@ SPARSE: dict[str, dict[str, Any]] = {
     "future": {"CAUSAL": False},
     "stats": {"STATS": True, "GRAD": False},
     "any_alpha": {"KIND": -1, "TAIL": True},
-    "above_2": {"KIND": 1, "CONVEX": False},
+    "alpha_3": {"KIND": 1, "CONVEX": False},
+    "above_2": {"KIND": -3, "CONVEX": False},
+    "float32": {"KIND": -2, "PRECISION": "ieee", "SLOPES": True},
+    "float32_above_2": {"KIND": -2, "PRECISION": "ieee", "CONVEX": False, "REFINE": True, "SLOPES": True},
+    "by_rounds": {"COLLECTED": False},
+}
+COLLECTING = {name: SPARSE[name] for name in ("slopes", "masks", "future", "float32")}
+ROOTS: dict[str, dict[str, Any]] = {
+    "alpha_2": {"KIND": 2, "AT_ONCE": 16},
+    "any_alpha": {"KIND": -2, "AT_ONCE": 16},
+    "above_2": {"KIND": -2, "CONVEX": False, "CAP": 32, "AT_ONCE": 32},
 }
 DECODING: dict[str, dict[str, Any]] = {
     "plain": {"M": 16, "CHUNK": 64},
@@ -67,14 +81,20 @@ DECODING: dict[str, dict[str, Any]] = {
     "short": {"M": 16, "CHUNK": 64, "DEFER": False, "STATS": True},
     "short_softmax": {"M": 16, "CHUNK": 64, "DEFER": False, "KIND": 0, "SHARES": 1},
 }
+BACKWARD = {**SPARSE, "softmax": {"KIND": 0}, "softmax_of_float32": {"KIND": 0, "PRECISION": "ieee"}}
 SOLVING = {name: options for name, options in DECODING.items() if not name.startswith("boxes")}
 KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "survey": (survey.survey_kernel, SPARSE),
+    "collect": (candidates.collect_kernel, COLLECTING),
+    "root": (candidates.root_kernel, ROOTS),
     "solve": (solve.solve_kernel, SPARSE),
     "output": (output.output_kernel, SPARSE),
-    "softmax": (softmax.softmax_kernel, {"slopes": {"SLOPES": True}, "stats": {"STATS": True}}),
-    "query": (backward.query_kernel, {**SPARSE, "softmax": {"KIND": 0}}),
-    "key": (backward.key_kernel, {**SPARSE, "softmax": {"KIND": 0}}),
+    "softmax": (
+        softmax.softmax_kernel,
+        {"slopes": {"SLOPES": True}, "stats": {"STATS": True}, "float32": {"PRECISION": "ieee"}},
+    ),
+    "query": (backward.query_kernel, BACKWARD),
+    "key": (backward.key_kernel, BACKWARD),
     "rows": (rows.rows_kernel, {"alpha_1.5": {"M": 2, "BLOCK": 512}, "any_alpha": {"KIND": -1, "M": 1, "BLOCK": 1024}}),
     "column": (backward.column_kernel, {"causal": {}}),
     "bound": (bounds.bound_kernel, {name: DECODING[name] for name in ("boxes", "boxes_of_pages")}),
@@ -99,7 +119,7 @@ def signature_of(kernel: Any, options: dict[str, Any]) -> tuple[dict[str, str], 
         elif name in NUMBERS:
             types[name] = "fp32"
         elif name in HALVES:
-            types[name] = "*bf16"
+            types[name] = "*fp32" if constants["PRECISION"] == "ieee" else "*bf16"
         elif (name[0].isupper() and not name.isupper()) or name == "dSlopes":
             types[name] = "*" + POINTERS.get(name, "fp32")
         else:

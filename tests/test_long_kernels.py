@@ -36,8 +36,8 @@ def in_every_dtype(problems: dict[str, Problem]) -> list[Any]:
             one_tile = problem.key_time <= 128 and not name.startswith(("alpha", "dim", "ties"))
             if one_tile and dtype == torch.float16 and not ON_GPU:
                 continue  # nothing new in the interpreter
-            if problem.alpha == 4.0 and dtype != torch.float32:
-                continue  # a gain u^(-2/3) near the threshold is noise in half precision, however it is computed
+            if name == "ties_of_alpha_4.0" and dtype == torch.float16:
+                continue  # the keys' gradients are beyond its range
             table.append(pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}"))
     return table
 
@@ -160,7 +160,7 @@ def test_any_small_call_is_as_close_as_plain_torch(data: st.DataObject, device: 
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
-@pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("alpha", [1.0, 1.5, 2.0, 3.0])
 def test_rows_that_see_nothing_are_zero_with_zero_gradients(
     alpha: float, dtype: torch.dtype, device: torch.device
 ) -> None:

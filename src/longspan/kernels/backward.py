@@ -2,12 +2,16 @@
 
 From the forward come, for every row, the maximum and the height, which give back every weight, and the mean of the
 values under the gains. With it the gradient of a score is ``gain * (dp - dot(d_out, mean))``.
+
+Above alpha 2 the largest gain of a row may be a million times the others. Then the mean of dp is nearly that element's
+own, and float32 has no digits of their difference. But the gradients of a row's scores sum to 0: what their sum is
+instead, over that of the gains, is what the mean is off. In float32 it is kept beside the mean as a second float.
 """
 
 import triton
 import triton.language as tl
 
-from longspan.kernels.solver import weights_and_gains
+from longspan.kernels.solver import bounded, weights_and_gains
 from longspan.kernels.tiles import (
     SIZES,
     block_of_queries,
@@ -23,10 +27,11 @@ from longspan.kernels.tiles import (
 
 
 @triton.jit
-def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, positions, maximum, height, delta, d_q, d_slope,
+def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, positions, maximum, height, delta,
+                 d_q, d_slope, gain_mass, residue, gain_keys, gain_distance,
                  a, r, scale, slope, end, Documents, TK, D, DV,
                  KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
-                 PRECISION: tl.constexpr, MASKED: tl.constexpr,
+                 PRECISION: tl.constexpr, REFINE: tl.constexpr, MASKED: tl.constexpr,
                  N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     unit = 1.0 if KIND == 0 else a
     for index in range(begin * (N // PART), count * (N // PART)):
@@ -41,21 +46,28 @@ def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, positions
         keys = first + tl.arange(0, PART)
         z = scores_of(product, keys[None, :], positions[:, None], unit * scale, unit * slope, end, Documents, TK,
                       CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
-        _, gain = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND)
+        _, gain = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND, PRECISION)
+        gain = bounded(gain, KIND, k.dtype)
         d_s = gain * (d_p - delta[:, None])
         if SLOPES:
             d_slope -= tl.sum(d_s * distances(keys[None, :], positions[:, None]), 1)
         d_q = tl.dot(narrowed(d_s, k.dtype), k, d_q, input_precision=PRECISION)
-    return d_q, d_slope
+        if REFINE:
+            gain_mass += tl.sum(gain, 1)
+            residue += tl.sum(d_s, 1)
+            gain_keys = tl.dot(gain, k, gain_keys, input_precision=PRECISION)
+            if SLOPES:
+                gain_distance += tl.sum(gain * distances(keys[None, :], positions[:, None]), 1)
+    return d_q, d_slope, gain_mass, residue, gain_keys, gain_distance
 
 
 @triton.jit(do_not_specialize=SIZES)
-def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Maximum, Height, List, Counts, Slopes, dSlopes, Lengths, Documents,
-                 Ranges, a, r, scale,
+def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Residue, Maximum, Height, List, Counts, Slopes, dSlopes,
+                 Lengths, Documents, Ranges, a, r, scale,
                  q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
                  mean_b, mean_h, mean_t, mean_d, dq_b, dq_h, dq_t, dq_d, H, GROUP, TQ, TK, D, DV, NQ, NK,
                  KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr,
-                 DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr,
+                 DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr, REFINE: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
                  BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The gradients of a block of queries, and for every row the mean of the incoming gradient under its gains."""
@@ -87,24 +99,31 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Maximum, Height, List, Counts, Sl
         second, last = masked, tl.load(Counts + place * 2 + 1)
     d_q = tl.zeros([M, BLOCK_D], tl.float32)
     d_slope = tl.zeros([M], tl.float32)
-    d_q, d_slope = _query_tiles(
-        q, d_o, K, V, k_t, k_d, v_t, v_d, begin, masked, List, positions, maximum, height, delta, d_q, d_slope,
-        a, r, scale, slope, limit, Documents, TK, D, DV,
-        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, True, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
-    d_q, d_slope = _query_tiles(
-        q, d_o, K, V, k_t, k_d, v_t, v_d, second, last, List, positions, maximum, height, delta, d_q, d_slope,
-        a, r, scale, slope, limit, Documents, TK, D, DV,
-        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, False, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+    gain_mass, residue, gain_keys, gain_distance = d_slope, d_slope, d_q, d_slope
+    d_q, d_slope, gain_mass, residue, gain_keys, gain_distance = _query_tiles(
+        q, d_o, K, V, k_t, k_d, v_t, v_d, begin, masked, List, positions, maximum, height, delta,
+        d_q, d_slope, gain_mass, residue, gain_keys, gain_distance, a, r, scale, slope, limit, Documents, TK, D, DV,
+        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, True, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+    d_q, d_slope, gain_mass, residue, gain_keys, gain_distance = _query_tiles(
+        q, d_o, K, V, k_t, k_d, v_t, v_d, second, last, List, positions, maximum, height, delta,
+        d_q, d_slope, gain_mass, residue, gain_keys, gain_distance, a, r, scale, slope, limit, Documents, TK, D, DV,
+        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, False, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+    if REFINE:
+        residue /= tl.maximum(gain_mass, 1e-37)
+        tl.store(Residue + line_place, residue, mask=rows < TQ)
+        d_q -= residue[:, None] * gain_keys
+        d_slope += residue * gain_distance
     store_tile(dQ + batch * dq_b + head * dq_h, d_q * scale, first, dq_t, dq_d, TQ, D, M, BLOCK_D)
     if SLOPES:
         tl.store(dSlopes + pair.to(tl.int64) * NQ + block, tl.sum(d_slope, 0))
 
 
 @triton.jit
-def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, count, List, Maximum, Height, Delta, keys, d_k, d_v,
+def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, count, List, Maximum, Height, Delta, Residue,
+               keys, d_k, d_v,
                a, r, scale, slope, end, Documents, TQ, TK, D, DV,
                KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
-               PRECISION: tl.constexpr, MASKED: tl.constexpr,
+               PRECISION: tl.constexpr, REFINE: tl.constexpr, MASKED: tl.constexpr,
                M: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     unit = 1.0 if KIND == 0 else a
     for index in range(begin * (M // PART), count * (M // PART)):
@@ -123,19 +142,23 @@ def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, count, List, Maximum, Hei
         positions = rows + TK - TQ
         z = scores_of(product, keys[:, None], positions[None, :], unit * scale, unit * slope, end, Documents, TK,
                       CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
-        p, gain = weights_and_gains(z, maximum[None, :], height[None, :], r, KIND)
+        p, gain = weights_and_gains(z, maximum[None, :], height[None, :], r, KIND, PRECISION)
         d_v = tl.dot(p.to(d_o.dtype), d_o, d_v, input_precision=PRECISION)
-        d_s = narrowed(gain * (d_p - delta[None, :]), q.dtype)
+        d_p -= delta[None, :]
+        if REFINE:
+            d_p -= tl.load(Residue + rows, mask=rows < TQ, other=0.0)[None, :]
+        d_s = narrowed(bounded(gain, KIND, q.dtype) * d_p, q.dtype)
         d_k = tl.dot(d_s, q, d_k, input_precision=PRECISION)
     return d_k, d_v
 
 
 @triton.jit(do_not_specialize=SIZES)
-def key_kernel(Q, K, V, dO, dK, dV, Delta, Maximum, Height, List, Counts, Slopes, Lengths, Documents, a, r, scale,
+def key_kernel(Q, K, V, dO, dK, dV, Delta, Residue, Maximum, Height, List, Counts, Slopes, Lengths, Documents,
+               a, r, scale,
                q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
                dk_b, dk_h, dk_t, dk_d, dv_b, dv_h, dv_t, dv_d, H, GROUP, TQ, TK, D, DV, NQ, NK,
                KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr,
-               DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr,
+               DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr, REFINE: tl.constexpr,
                M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, KEYS: tl.constexpr,
                  BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The gradients of KEYS keys and values of a tile, over the blocks of queries that use the tile."""
@@ -168,16 +191,17 @@ def key_kernel(Q, K, V, dO, dK, dV, Delta, Maximum, Height, List, Counts, Slopes
             masked, count = tl.load(Counts + place * 2), tl.load(Counts + place * 2 + 1)
             Tiles = List + place * NQ
         offset = (batch * H + head) * TQ
+        Refined = Residue + offset if REFINE else Residue
         d_k, d_v = _key_tiles(
             k, v, Q + batch * q_b + head * q_h, dO + batch * o_b + head * o_h, q_t, q_d, o_t, o_d, begin, masked,
-            Tiles, Maximum + offset, Height + offset, Delta + offset, keys, d_k, d_v,
+            Tiles, Maximum + offset, Height + offset, Delta + offset, Refined, keys, d_k, d_v,
             a, r, scale, slope, limit, Documents, TQ, TK, D, DV,
-            KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, True, M, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+            KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, True, M, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
         d_k, d_v = _key_tiles(
             k, v, Q + batch * q_b + head * q_h, dO + batch * o_b + head * o_h, q_t, q_d, o_t, o_d, masked, count,
-            Tiles, Maximum + offset, Height + offset, Delta + offset, keys, d_k, d_v,
+            Tiles, Maximum + offset, Height + offset, Delta + offset, Refined, keys, d_k, d_v,
             a, r, scale, slope, limit, Documents, TQ, TK, D, DV,
-            KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, False, M, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+            KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, False, M, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     store_tile(dK + batch * dk_b + kv_head * dk_h, d_k * scale, first, dk_t, dk_d, TK, D, KEYS, BLOCK_D)
     store_tile(dV + batch * dv_b + kv_head * dv_h, d_v, first, dv_t, dv_d, TK, DV, KEYS, BLOCK_DV)
 

@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from longspan.kernels.backward import column_kernel, key_kernel, query_kernel
+from longspan.kernels.candidates import capacity, collect_kernel, room_for, root_kernel
 from longspan.kernels.output import output_kernel
 from longspan.kernels.softmax import softmax_kernel
 from longspan.kernels.solve import solve_kernel
@@ -17,16 +18,24 @@ from longspan.kernels.tiles import contiguous, like_tokens, padded
 
 
 class Launch(NamedTuple):
-    """How a kernel runs: the keys or queries it takes at a time, its warps, the depth of its pipeline, and the most
-    registers of a thread, so that two or more blocks of threads share a processor and hide each other's waits."""
+    """How a kernel runs: the keys or queries it takes at a time, its warps, the depth of its pipeline, the most
+    registers of a thread, so that two or more blocks of threads share a processor and hide each other's waits, and
+    whether a product and a sum may be rounded once. Where they may, ties come apart: a score less the maximum is 0 in
+    a tile that is masked, and half a digit of the score in one that is not."""
 
     part: int
     warps: int
     stages: int
     registers: int | None = None
+    fused: bool = True
 
     def options(self) -> dict[str, int | None]:
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+        return {
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            "maxnreg": self.registers,
+            "enable_fp_fusion": self.fused,
+        }
 
 
 class Blocks(NamedTuple):
@@ -35,6 +44,7 @@ class Blocks(NamedTuple):
     rows: int
     keys: int
     survey: Launch
+    collect: Launch
     solve: Launch
     output: Launch
     query: Launch
@@ -46,16 +56,17 @@ def blocks_of(q: Tensor, v: Tensor) -> Blocks:
     """What fits the registers, by the width of a head."""
     width = max(padded(q.shape[3]), padded(v.shape[3]))
     if q.dtype == torch.float32:
-        rows, launch = 64 if width <= 64 else 32, Launch(32, 4, 2)
-        return Blocks(rows, 32, launch, launch, launch, launch, launch, 32)
+        rows, launch = 64 if width <= 64 else 32, Launch(32, 4, 2, fused=False)
+        return Blocks(rows, 32, launch, launch, launch, launch, launch, launch, 32)
+    collect = Launch(64, 8, 2, 128)
     if width <= 64:
-        output, query = Launch(128, 8, 3), Launch(64, 8, 3, 128)
-        return Blocks(128, 128, Launch(128, 4, 3), Launch(128, 4, 3), output, query, Launch(32, 4, 3, 168), 64)
+        square, output, query = Launch(128, 4, 3), Launch(128, 8, 3), Launch(64, 8, 3, 128)
+        return Blocks(128, 128, square, collect, square, output, query, Launch(32, 4, 3, 168), 64)
     if width <= 128:
         wide = Launch(64, 8, 3)
-        return Blocks(128, 64, Launch(64, 4, 3), wide, wide, wide, Launch(32, 4, 3), 64)
+        return Blocks(128, 64, Launch(64, 4, 3), collect, wide, wide, wide, Launch(32, 4, 3), 64)
     wide = Launch(32, 8, 2)
-    return Blocks(64, 64, Launch(64, 8, 2), Launch(64, 8, 2), wide, wide, wide, 64)
+    return Blocks(64, 64, Launch(64, 8, 2), Launch(64, 4, 2), Launch(64, 8, 2), wide, wide, wide, 64)
 
 
 class _Outputs(NamedTuple):
@@ -68,6 +79,7 @@ class _Outputs(NamedTuple):
     tiles: Tensor  # the live tiles of every block of queries, and how many of them are masked and are in all
     counts: Tensor
     live: Tensor  # the same as a map, keys first
+    top: Tensor  # the maximum, for statistics where `maximum` and `height` are those of the smallest survivor
 
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, alpha: float, grad: bool, stats: bool) -> _Outputs:
@@ -90,6 +102,7 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, alpha: float, grad: bool, stats: b
         q.new_empty(batch, heads, rows, keys, dtype=torch.int16),
         q.new_empty(batch, heads, rows, 2, dtype=torch.int32),
         q.new_zeros((batch, heads, keys, rows) if grad or stats else (0,), dtype=torch.int8),
+        line.new_empty(shape if alpha > 2 else (0,)),
     )
 
 
@@ -168,7 +181,9 @@ def _stats(q: Tensor, k: Tensor, v: Tensor, made: _Outputs, alpha: float, causal
     if kind_of(alpha) == SOFTMAX:
         tau, largest, dead = torch.full_like(made.height, -1.0), made.height, made.height.new_zeros(q.shape[:2])
     else:
-        tau, largest = made.maximum - made.height, made.height ** powers_of(alpha)[1]
+        tau = made.maximum - made.height
+        highest = made.top - made.maximum + made.height if alpha > 2 else made.height
+        largest = highest ** powers_of(alpha)[1]
         dead = 1 - made.live.sum((2, 3)) / max(1, _visible_tiles(q, k, v, causal))
     return Stats(torch.where(sees, tau, torch.inf), made.support.long(), made.entropy, largest, dead)
 
@@ -235,10 +250,26 @@ def long_attention(
         a, survey_r, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
         KIND=survey_kind, MASK_ALL=mask_all, **blocks.survey.options(), **constants,
     )  # fmt: skip
+    found = None
+    if cap := capacity(alpha):
+        if stats and alpha > 2:
+            made.top.copy_(made.maximum)
+        found = room_for(made.maximum, rows, cap)
+        collect_kernel[grid](
+            q, k, made.maximum, made.height, made.tiles, made.counts, *found, slopes, lengths, documents,
+            a, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
+            CAP=cap, PART=blocks.collect.part, **blocks.collect.options(), **constants,
+        )  # fmt: skip
+        lines, at_once = made.maximum.numel(), 1024 // cap
+        root_kernel[(triton.cdiv(lines, at_once),)](
+            made.maximum, made.height, *found, a, r, lines, time, rows,
+            KIND=kind_of(alpha, fine=True), CONVEX=alpha <= 2, CAP=cap, M=blocks.rows, AT_ONCE=at_once, num_warps=4,
+        )  # fmt: skip
     solve_kernel[grid](
-        q, k, made.maximum, made.height, slope, made.tiles, made.counts, slopes, lengths, documents,
-        a, r, scale, tail, tolerance, aim, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
-        KIND=kind, CONVEX=alpha <= 2, TAIL=steep, PART=blocks.solve.part, **blocks.solve.options(), **constants,
+        q, k, made.maximum, made.height, slope, made.tiles, made.counts, found and found.over,
+        slopes, lengths, documents, a, r, scale, tail, tolerance, aim, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
+        KIND=kind, CONVEX=alpha <= 2, TAIL=steep, COLLECTED=found is not None,
+        PART=blocks.solve.part, **blocks.solve.options(), **constants,
     )  # fmt: skip
     output_kernel[grid](
         q, k, v, made.out, made.mean, made.maximum, made.height, made.support, made.entropy,
@@ -274,6 +305,7 @@ def long_attention_backward(
     d_q, d_k, d_v = like_tokens(q), like_tokens(k), like_tokens(v)
     d_slopes = maximum.new_empty(batch, heads if slopes is not None else 0, rows)
     delta = torch.empty_like(maximum)
+    residue = torch.empty_like(maximum) if alpha > 2 and q.dtype == torch.float32 else None
     ranges = None
     if documents is not None:
         ranges = _document_ranges(q, k, documents, blocks)
@@ -282,9 +314,9 @@ def long_attention_backward(
     sizes = heads, heads // kv_heads, time, key_time, q.shape[3], v.shape[3], rows, keys
     strides = *q.stride(), *k.stride(), *v.stride(), *d_out.stride()
     query_kernel[(rows * batch * heads,)](
-        q, k, v, d_out, d_q, mean, delta, maximum, height, tiles, counts, slopes, d_slopes, lengths, documents, ranges,
-        a, r, scale, *strides, *mean.stride(), *d_q.stride(), *sizes,
-        KIND=kind, PART=blocks.query.part, **blocks.query.options(), **constants,
+        q, k, v, d_out, d_q, mean, delta, residue, maximum, height, tiles, counts, slopes, d_slopes,
+        lengths, documents, ranges, a, r, scale, *strides, *mean.stride(), *d_q.stride(), *sizes,
+        KIND=kind, REFINE=residue is not None, PART=blocks.query.part, **blocks.query.options(), **constants,
     )  # fmt: skip
     columns = column_counts = None
     if kind != SOFTMAX:
@@ -295,9 +327,10 @@ def long_attention_backward(
             CAUSAL=causal, MASK_ALL=constants["MASK_ALL"], M=blocks.rows, N=blocks.keys, CHUNK=256, num_warps=1,
         )  # fmt: skip
     key_kernel[(keys * (blocks.keys // blocks.keys_at_once) * batch * kv_heads,)](
-        q, k, v, d_out, d_k, d_v, delta, maximum, height, columns, column_counts, slopes, lengths, documents,
+        q, k, v, d_out, d_k, d_v, delta, residue, maximum, height, columns, column_counts, slopes, lengths, documents,
         a, r, scale, *strides, *d_k.stride(), *d_v.stride(), *sizes,
-        KIND=kind, PART=blocks.key.part, KEYS=blocks.keys_at_once, **blocks.key.options(), **constants,
+        KIND=kind, REFINE=residue is not None, PART=blocks.key.part, KEYS=blocks.keys_at_once,
+        **blocks.key.options(), **constants,
     )  # fmt: skip
     return d_q, d_k, d_v, d_slopes.sum((0, 2))
 

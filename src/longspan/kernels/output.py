@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from longspan.kernels.solver import gains
+from longspan.kernels.solver import bounded, gains
 from longspan.kernels.tiles import SIZES, block_of_queries, end_of, load_tile, narrowed, scores_of, slope_of, store_tile
 
 
@@ -26,10 +26,15 @@ def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, positi
         gain = gains(u, r, KIND)
         p = gain * u
         mass += tl.sum(p, 1)
+        gain = bounded(gain, KIND, v.dtype)
+        narrow = narrowed(gain, v.dtype)
+        if KIND == 1 or KIND == -3:
+            # One gain may be a thousand times the others, so the mean is that of the gains as the product rounds them.
+            gain = narrow.to(tl.float32)
         tile_gain = tl.sum(gain, 1)
         gain_mass += tile_gain
         out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)
-        mean = tl.dot(narrowed(gain, v.dtype), v, mean, input_precision=PRECISION)
+        mean = tl.dot(narrow, v, mean, input_precision=PRECISION)
         if MAP:
             live = tl.max(tile_gain, 0) > 0
             tl.store(Live + tl.cast(tile, tl.int64) * live_t, tl.full([], 1, tl.int8), mask=live)

@@ -51,8 +51,8 @@ def _forward(Q, K, V, O, Maximum, Height, Slopes, Lengths, Documents, a, r, scal
     z = scores_of(product, keys[None, :], (rows + TK - TQ)[:, None], unit * scale, unit * slope, limit,
                   Documents + batch * TK if DOCUMENTS else Documents, TK, CAUSAL, SLOPES, DOCUMENTS)  # fmt: skip
     maximum = row_maximum(z)
-    height = heights(z - maximum[:, None], r, KIND)
-    p, _ = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND)
+    height = heights(z - maximum[:, None], r, KIND, PRECISION)
+    p, _ = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND, PRECISION)
     v = load_tile(V + batch * v_b + head // GROUP * v_h, 0, v_t, v_d, TK, DV, N, BLOCK_DV)
     out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     store_tile(O + batch * o_b + head * o_h, out, first, o_t, o_d, TQ, DV, M, BLOCK_DV)
@@ -98,7 +98,7 @@ def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Slopes, dSlopes, Lengths
             z = scores_of(product, keys[:, None], positions, unit * scale, unit * slope, limit,
                           Documents + batch * TK if DOCUMENTS else Documents, TK,
                           CAUSAL, SLOPES, DOCUMENTS)  # fmt: skip
-            p, gain = weights_and_gains(z, maximum[None, :], height[None, :], r, KIND)
+            p, gain = weights_and_gains(z, maximum[None, :], height[None, :], r, KIND, PRECISION)
             d_p = tl.dot(v, tl.trans(d_o), input_precision=PRECISION)
             mean = tl.sum(gain * d_p, 0) / tl.maximum(tl.sum(gain, 0), 1e-37)
             d_s = gain * (d_p - mean[None, :])

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from longspan.kernels.solver import exponential
 from longspan.kernels.tiles import (
     SIZES,
     block_of_queries,
@@ -20,7 +21,6 @@ def _tile(q, K, V, k_t, k_d, v_t, v_d, tile, positions, out, mass, moment, suppo
           Documents, TK, D, DV, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
           PRECISION: tl.constexpr, STATS: tl.constexpr, MASKED: tl.constexpr,
           N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    LOG2E: tl.constexpr = 1.4426950408889634
     k = load_tile(K, tile * N, k_t, k_d, TK, D, N, BLOCK_D, WHOLE=not MASKED)
     v = load_tile(V, tile * N, v_t, v_d, TK, DV, N, BLOCK_DV, WHOLE=not MASKED)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -28,9 +28,9 @@ def _tile(q, K, V, k_t, k_d, v_t, v_d, tile, positions, out, mass, moment, suppo
     scores = scores_of(product, keys[None, :], positions[:, None], scale, slope, end, Documents, TK,
                        CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
     risen = tl.maximum(maximum, tl.max(scores, 1))
-    shrink = tl.exp2((maximum - risen) * LOG2E)
+    shrink = exponential(maximum - risen, PRECISION)
     gap = scores - risen[:, None]
-    p = tl.exp2(gap * LOG2E)
+    p = exponential(gap, PRECISION)
     if STATS:  # sum p log p, moved to the new maximum
         support += tl.sum(tl.where(p > 0, 1.0, 0.0), 1)
         moment = (moment + (maximum - risen) * mass) * shrink + tl.sum(p * tl.where(p > 0, gap, 0.0), 1)

@@ -1,4 +1,7 @@
-"""Entmax attention for long rows, the second stage of the forward: the threshold of every row, over its live tiles."""
+"""Entmax attention for long rows, the second stage of the forward: the threshold of every row, over its live tiles.
+
+For alpha <= 1.5, and above for the rows with more candidates than `candidates.py` has room for.
+"""
 
 import triton
 import triton.language as tl
@@ -32,12 +35,16 @@ def _sums(q, K, k_t, k_d, begin, count, List, positions, maximum, height, mass, 
 
 
 @triton.jit(do_not_specialize=SIZES)
-def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Slopes, Lengths, Documents,
+def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Over, Slopes, Lengths, Documents,
                  a, r, scale, tail, tolerance, aim, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
-                 KIND: tl.constexpr, CONVEX: tl.constexpr, TAIL: tl.constexpr, CAUSAL: tl.constexpr,
-                 SLOPES: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+                 KIND: tl.constexpr, CONVEX: tl.constexpr, TAIL: tl.constexpr, COLLECTED: tl.constexpr,
+                 CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr,
+                 PRECISION: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """From the survey's heights to heights at which the weights sum to 1, within what the output's step can mend."""
+    """From the survey's heights to heights at which the weights sum to 1, within what the output's step can mend.
+
+    COLLECTED: only the blocks with more candidates than could be collected.
+    """
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
     valid = rows < TQ
     K += batch * k_b + head // GROUP * k_h
@@ -47,6 +54,9 @@ def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Slopes, Lengths, Do
     limit = end if LENGTHS or not CAUSAL else None
     slope = slope_of(Slopes, head, SLOPES)
     place = pair.to(tl.int64) * NQ + block
+    if COLLECTED:  # noqa: SIM102, the compiler would take both sides of an `and`
+        if tl.load(Over + place) == 0:
+            return
     List += place * NK
     masked, count = tl.load(Counts + place * 2), tl.load(Counts + place * 2 + 1)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)

@@ -22,20 +22,23 @@ def powers_of(alpha: float) -> tuple[float, float]:
     return a, 1 / a if a else 0.0
 
 
-SOFTMAX, GENERAL, FINE = 0, -1, -2
+SOFTMAX, GENERAL, FINE, ABOVE_2 = 0, -1, -2, -3
 _MOST = 24  # above r = 12 a power takes more multiplications than its logarithm
 
 
 def kind_of(alpha: float, fine: bool = False) -> int:
     """2r where that is a whole number, so that powers are products and roots: 4 for alpha 1.5, 2 for 2, 8 for 1.25.
 
-    Else by logarithms, as good as float32 has them if `fine`.
+    Else by logarithms, as good as float32 has them if `fine`, or else quick, with a kind of its own for alpha > 2,
+    where the gain at 0 is not 0 by itself.
     """
     if alpha == 1:
         return SOFTMAX
     twice = 2 / (alpha - 1)
     whole = round(twice)
-    return whole if 1 <= whole <= _MOST and abs(twice - whole) < 1e-9 * whole else FINE if fine else GENERAL
+    if 1 <= whole <= _MOST and abs(twice - whole) < 1e-9 * whole:
+        return whole
+    return FINE if fine else GENERAL if alpha < 2 else ABOVE_2
 
 
 def survey_power(alpha: float) -> tuple[int, float]:
@@ -52,16 +55,29 @@ def survey_power(alpha: float) -> tuple[int, float]:
 if os.environ.get("TRITON_INTERPRET") == "1":
 
     @triton.jit
-    def logarithm(x):
-        """log2(x)."""
-        return tl.log2(x)
+    def quick_power(x, exponent):
+        """``x ^ exponent`` for x > 0, and 0 for x = 0."""
+        return tl.where(x > 0, tl.exp2(exponent * tl.log2(tl.maximum(x, 1e-37))), 0.0)
+
+    @triton.jit
+    def exact_exp(x):
+        """exp(x) to the last digit or two."""
+        return tl.exp(x)
 
 else:
 
     @triton.jit
-    def logarithm(x):
-        """log2(x) by one instruction, good to 2^-22, where `tl.log2` takes twenty."""
-        return libdevice.fast_log2f(x)
+    def quick_power(x, exponent):
+        """``x ^ exponent`` for x > 0, and 0 for x = 0 if the exponent is positive: the logarithm there is -inf.
+
+        Two instructions, good to 2^-22, and a product between; `tl.log2` alone takes twenty.
+        """
+        return tl.exp2(exponent * libdevice.fast_log2f(x))
+
+    @triton.jit
+    def exact_exp(x):
+        """exp(x) to the last digit or two; `tl.exp` rounds x log2(e) first, and its error grows with x."""
+        return libdevice.exp(x)
 
 
 @triton.jit
@@ -72,10 +88,15 @@ def row_maximum(scores):
 
 
 @triton.jit
-def heights(gap, r, KIND: tl.constexpr):
+def exponential(x, PRECISION: tl.constexpr):
+    return exact_exp(x) if PRECISION == "ieee" else tl.exp(x)
+
+
+@triton.jit
+def heights(gap, r, KIND: tl.constexpr, PRECISION: tl.constexpr = "tf32"):
     """The height of every row of ``gap = z - max``, alpha <= 2."""
     if KIND == 0:
-        return 1.0 / tl.maximum(tl.sum(tl.exp(gap), 1), 1.0)
+        return 1.0 / tl.maximum(tl.sum(exponential(gap, PRECISION), 1), 1.0)
     height = tl.full([gap.shape[0]], 1.0, tl.float32)
     nothing = height * 0.0
     farthest = tl.max(height, 0)
@@ -92,14 +113,14 @@ def heights(gap, r, KIND: tl.constexpr):
 
 
 @triton.jit
-def weights_and_gains(z, maximum, height, r, KIND: tl.constexpr):
+def weights_and_gains(z, maximum, height, r, KIND: tl.constexpr, PRECISION: tl.constexpr = "tf32"):
     """p, and the gain ``p ^ (2 - alpha)`` of each weight in its own score, both 0 off the support.
 
     `z` is ``a * score``, for softmax the score; `maximum` and `height` are shaped to lie along its rows. They stay two
     numbers: their difference would round the height to the last digit of a large maximum.
     """
     if KIND == 0:
-        p = tl.exp(z - maximum) * height
+        p = exponential(z - maximum, PRECISION) * height
         return p, p
     u = tl.maximum(z - maximum + height, 0.0)
     gain = gains(u, r, KIND)
@@ -112,7 +133,9 @@ def gains(u, r, KIND: tl.constexpr):
     if KIND == -2:
         return tl.where(u > 0, tl.exp2((r - 1.0) * tl.log2(tl.maximum(u, 1e-37))), 0.0)
     if KIND == -1:
-        return tl.where(u > 0, tl.exp2((r - 1.0) * logarithm(tl.maximum(u, 1e-37))), 0.0)
+        return quick_power(u, r - 1.0)
+    if KIND == -3:
+        return tl.where(u > 0, quick_power(tl.maximum(u, 1e-37), r - 1.0), 0.0)
     if KIND == 1:
         return tl.where(u > 0, tl.rsqrt(tl.maximum(u, 1e-37)), 0.0)
     if KIND == 2:
@@ -122,6 +145,19 @@ def gains(u, r, KIND: tl.constexpr):
     gain = u if KIND % 2 == 0 else u * tl.sqrt(u)
     for _ in tl.static_range(KIND // 2 - 2):
         gain *= u
+    return gain
+
+
+@triton.jit
+def bounded(gain, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Gains as gradients take them: above alpha 2 they grow without bound towards the threshold, and are cut here.
+
+    The smallest survivor of a row, with a gain g far above the sum s of the others', takes a gradient like theirs: g
+    times a difference that is small like s/g. A cut at c changes gradients by s/c of their size, and the difference has
+    c times the rounding of float32 or, where it has two floats (see `query_kernel`), times that squared.
+    """
+    if KIND == 1 or KIND == -2 or KIND == -3:
+        gain = tl.minimum(gain, 67108864.0 if tl.float32 == DTYPE else 8192.0)
     return gain
 
 

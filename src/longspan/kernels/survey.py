@@ -6,7 +6,8 @@ One program for a block of queries of one head, in three stages, each a kernel.
    threshold lies at most that far below the maximum. A tile with nothing above any row's threshold is dead, costs one
    product and one maximum, and is never looked at again: thresholds only rise. A live tile goes on a list and raises
    the thresholds.
-2. *Solve*, over the list, as often as it takes: sums at the current height, a step.
+2. *Solve*, over the list, as often as it takes: sums at the current height, a step. Above alpha 1.5 the list is gone
+   over once, to copy out the few scores above the threshold, and the rest is done on the copies: `candidates.py`.
 3. *Output*, over the list; its sums give one more step, which costs nothing.
 
 How a threshold rises before the whole row is seen: with r = 1/(alpha-1), the norm ||[z - t]_+||_r is convex in t and
