@@ -56,7 +56,7 @@ class Phases:
         self._open_gate()
 
     def look(self, step: int) -> bool:
-        """Whether softmax ends here, and the model is another: if the task is learned, or half of the steps are gone."""
+        """Whether softmax ends here, and the model is another: the task is learned, or half of the steps are gone."""
         if not self.soft or step % LOOK_EVERY:
             return False
         assert self._config.soft_until is not None
