@@ -120,3 +120,22 @@ def test_a_soft_start_needs_a_sparse_method_of_fixed_alpha(changes: dict[str, An
     attention = replace(config.model.attention, **changes)
     with pytest.raises(ValueError, match="soft_until is for entmax with a fixed alpha"):
         Trainer(replace(config, model=replace(config.model, attention=attention)))
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # by dynamo itself
+def test_compiled_code_follows_the_end_of_a_soft_start() -> None:
+    trainer = Trainer(soft(until=0.9))
+    tokens = trainer.draw(0)[1].tokens
+    torch._dynamo.reset()
+    compiled = torch.compile(trainer.model, backend="eager")
+    for module in trainer.model.modules():
+        if isinstance(module, HeadNorm):
+            module.weight.data.fill_(5.0)  # far from uniform
+    outputs = []
+    for softly in (True, False):
+        for module in trainer.model.modules():
+            if isinstance(module, Entmax):
+                module.soft = softly
+        outputs.append(compiled(tokens))
+        torch.testing.assert_close(outputs[-1], trainer.model(tokens))
+    assert not torch.allclose(outputs[0], outputs[1], atol=1e-3)
