@@ -13,6 +13,7 @@ from longspan.nn.normalizers import Entmax
 from longspan.train.config import RunConfig
 
 LOOK_EVERY = 50  # steps between two looks at whether softmax has done its part
+LATEST = 0.75  # the share of the steps after which entmax begins, learned or not
 _MEMORY = 0.01  # of the running mean of the accuracy
 
 
@@ -56,11 +57,11 @@ class Phases:
         self._open_gate()
 
     def look(self, step: int) -> bool:
-        """Whether softmax ends here, and the model is another: the task is learned, or half of the steps are gone."""
+        """Whether softmax ends here, and the model is another: the task is learned, or time is short."""
         if not self.soft or step % LOOK_EVERY:
             return False
         assert self._config.soft_until is not None
-        if float(self._tensors["learned"]) < self._config.soft_until and step < self._config.steps / 2:
+        if float(self._tensors["learned"]) < self._config.soft_until and step < LATEST * self._config.steps:
             return False
         self._tensors["sharp"].fill_(1)
         self._tensors["learned"].zero_()  # noise waits until entmax has learned it too
