@@ -4,7 +4,17 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.solver import bounded, gains
-from longspan.kernels.tiles import SIZES, block_of_queries, end_of, load_tile, narrowed, scores_of, slope_of, store_tile
+from longspan.kernels.tiles import (
+    SIZES,
+    block_of_queries,
+    keys_of,
+    live_tiles_of,
+    load_tile,
+    narrowed,
+    scores_of,
+    store_tile,
+    surveyed,
+)
 
 
 @triton.jit
@@ -57,21 +67,15 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Support, Entropy, List, Cou
     """The output of a block of queries; for the backward the mean of the values under the gains, and a map of tiles."""
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
     valid = rows < TQ
-    K += batch * k_b + head // GROUP * k_h
+    K, end, slope = keys_of(K, Lengths, Slopes, batch, head, GROUP, TK, k_b, k_h, LENGTHS, SLOPES)
     V += batch * v_b + head // GROUP * v_h
     if DOCUMENTS:
         Documents += batch * TK
-    end = end_of(Lengths, batch, TK, LENGTHS)
     limit = end if LENGTHS or not CAUSAL else None
-    slope = slope_of(Slopes, head, SLOPES)
-    place = pair.to(tl.int64) * NQ + block
-    List += place * NK
     Live += pair.to(tl.int64) * NK * NQ + block
-    masked, count = tl.load(Counts + place * 2), tl.load(Counts + place * 2 + 1)
+    List, masked, count = live_tiles_of(List, Counts, pair, block, NQ, NK)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
-    line_place = pair.to(tl.int64) * TQ + rows
-    maximum = tl.load(Maximum + line_place, mask=valid, other=1e30)  # beyond the end nothing survives
-    height = tl.load(Height + line_place, mask=valid, other=0.0)
+    line_place, maximum, height = surveyed(Maximum, Height, pair, rows, TQ)
     out = tl.zeros([M, BLOCK_DV], tl.float32)
     mean = tl.zeros([M, BLOCK_DV], tl.float32)
     mass = tl.zeros([M], tl.float32)

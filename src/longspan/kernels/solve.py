@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.solver import curved_fall, gains, inside, joined_norm, secant_step
-from longspan.kernels.tiles import SIZES, block_of_queries, end_of, load_tile, scores_of, slope_of
+from longspan.kernels.tiles import SIZES, block_of_queries, keys_of, live_tiles_of, load_tile, scores_of, surveyed
 
 
 @triton.jit
@@ -47,22 +47,17 @@ def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Over, Slopes, Lengt
     """
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
     valid = rows < TQ
-    K += batch * k_b + head // GROUP * k_h
+    K, end, slope = keys_of(K, Lengths, Slopes, batch, head, GROUP, TK, k_b, k_h, LENGTHS, SLOPES)
     if DOCUMENTS:
         Documents += batch * TK
-    end = end_of(Lengths, batch, TK, LENGTHS)
     limit = end if LENGTHS or not CAUSAL else None
-    slope = slope_of(Slopes, head, SLOPES)
     place = pair.to(tl.int64) * NQ + block
     if COLLECTED:  # noqa: SIM102, the compiler would take both sides of an `and`
         if tl.load(Over + place) == 0:
             return
-    List += place * NK
-    masked, count = tl.load(Counts + place * 2), tl.load(Counts + place * 2 + 1)
+    List, masked, count = live_tiles_of(List, Counts, pair, block, NQ, NK)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
-    line_place = pair.to(tl.int64) * TQ + rows
-    maximum = tl.load(Maximum + line_place, mask=valid, other=1e30)  # beyond the end nothing survives
-    height = tl.load(Height + line_place, mask=valid, other=0.0)
+    line_place, maximum, height = surveyed(Maximum, Height, pair, rows, TQ)
     steepness = tl.load(Slope + line_place, mask=valid, other=1.0)
 
     # The root lies between these heights; the norms there serve the secant.

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.solver import gains, joined_norm
-from longspan.kernels.tiles import SIZES, block_of_queries, end_of, key_tiles, load_tile, scores_of, slope_of
+from longspan.kernels.tiles import SIZES, block_of_queries, key_tiles, keys_of, load_tile, scores_of
 
 
 @triton.jit
@@ -67,13 +67,11 @@ def survey_kernel(Q, K, Maximum, Height, Slope, List, Counts, Slopes, Lengths, D
     """The maximum of every row, a height that its threshold does not lie below, and the list of live tiles."""
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
     valid = rows < TQ
-    K += batch * k_b + head // GROUP * k_h
+    K, end, slope = keys_of(K, Lengths, Slopes, batch, head, GROUP, TK, k_b, k_h, LENGTHS, SLOPES)
     if DOCUMENTS:
         Documents += batch * TK
         Ranges += (batch * NQ + block) * 2
-    end = end_of(Lengths, batch, TK, LENGTHS)
     limit = end if LENGTHS or not CAUSAL else None
-    slope = slope_of(Slopes, head, SLOPES)
     place = pair.to(tl.int64) * NQ + block
     List += place * NK
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)

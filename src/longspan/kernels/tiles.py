@@ -76,6 +76,27 @@ def slope_of(Slopes, head, SLOPES: tl.constexpr):
 
 
 @triton.jit
+def keys_of(K, Lengths, Slopes, batch, head, GROUP, TK, k_b, k_h, LENGTHS: tl.constexpr, SLOPES: tl.constexpr):
+    """The keys that a head reads, the first that padding hides, and the head's slope."""
+    return K + batch * k_b + head // GROUP * k_h, end_of(Lengths, batch, TK, LENGTHS), slope_of(Slopes, head, SLOPES)
+
+
+@triton.jit
+def live_tiles_of(List, Counts, pair, block, NQ, NK):
+    """The survey's list for a block of queries: how many tiles need masks, which come first, and how many there are."""
+    place = pair.to(tl.int64) * NQ + block
+    return List + place * NK, tl.load(Counts + place * 2), tl.load(Counts + place * 2 + 1)
+
+
+@triton.jit
+def surveyed(Maximum, Height, pair, rows, TQ):
+    """Where the numbers of rows lie, and their maximum and height; beyond the end nothing survives."""
+    places = pair.to(tl.int64) * TQ + rows
+    maximum = tl.load(Maximum + places, mask=rows < TQ, other=1e30)
+    return places, maximum, tl.load(Height + places, mask=rows < TQ, other=0.0)
+
+
+@triton.jit
 def distances(keys, positions):
     """How far keys lie from positions, exact up to 2^24."""
     return tl.abs(positions.to(tl.float32) - keys.to(tl.float32))
