@@ -56,7 +56,7 @@ def provenance(device: torch.device | str | None = None) -> Row:
     on_gpu = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     return {
         "commit": _commit(),
-        "command": " ".join([_program(), *sys.argv[1:]]),
+        "command": " ".join([_program(), *map(_portable, sys.argv[1:])]),
         "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -66,6 +66,11 @@ def provenance(device: torch.device | str | None = None) -> Row:
 def _program() -> str:
     path = Path(sys.argv[0])
     return "longspan" if path.parts[-3:] == ("longspan", "cli", "__main__.py") else path.name
+
+
+def _portable(argument: str) -> str:
+    """An argument without where on this machine its file lies: rows are published."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def _commit() -> str | None:
