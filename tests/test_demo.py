@@ -129,6 +129,6 @@ def test_the_commit_can_be_told_where_the_history_is_missing(monkeypatch: pytest
 
 def test_a_command_does_not_say_where_files_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "sys.argv", ["/here/bench.py", "--lengths", "8", "--out", "/there/of/mine/rows.jsonl", "runs/a"]
+        "sys.argv", ["/here/bench.py", "--lengths", "8", "--out", "/there/of/mine/rows.jsonl", "--log=/x/y", "runs/a"]
     )
-    assert provenance()["command"] == "bench.py --lengths 8 --out rows.jsonl runs/a"
+    assert provenance()["command"] == "bench.py --lengths 8 --out rows.jsonl --log=y runs/a"

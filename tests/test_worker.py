@@ -115,7 +115,7 @@ def test_a_run_in_a_used_worker_is_that_of_a_fresh_process(tmp_path: Path) -> No
     assert [row["loss"] for row in log_of(used, "train")] == [row["loss"] for row in log_of(fresh, "train")]
     told, expected = (list(read_rows(folder / "results.jsonl")) for folder in (used, fresh))
     assert [row["token_accuracy"] for row in told] == [row["token_accuracy"] for row in expected]
-    assert told[0]["command"] == f"longspan evaluate {used} --device=cpu"
+    assert told[0]["command"] == f"longspan evaluate {used.name} --device=cpu"
     assert told[0]["commit"] == expected[0]["commit"]
 
 

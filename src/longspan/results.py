@@ -70,7 +70,8 @@ def _program() -> str:
 
 def _portable(argument: str) -> str:
     """An argument without where on this machine its file lies: rows are published."""
-    return Path(argument).name if Path(argument).is_absolute() else argument
+    option, equals, value = argument.rpartition("=")
+    return option + equals + (Path(value).name if Path(value).is_absolute() else value)
 
 
 def _commit() -> str | None:
