@@ -10,7 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longspan.nn import METHODS, POSITIONS, Adaptive, Attention, Entmax, RoPE, TopK, exponential_slopes, linear_slopes
+from longspan.nn import (
+    METHODS,
+    POSITIONS,
+    Adaptive,
+    Attention,
+    Entmax,
+    RoPE,
+    TopK,
+    exponential_slopes,
+    linear_slopes,
+    matched_slopes,
+)
 from longspan.nn.decoder import AttentionConfig, Block, Decoder, DecoderConfig, attention_of
 from longspan.nn.norm import HeadNorm
 from longspan.paper.recipes import recipe
@@ -162,6 +173,10 @@ def _slopes(**options: object) -> list[float]:
     return slopes.tolist()
 
 
+def _matched(slopes: torch.Tensor, alpha: float) -> list[float]:
+    return matched_slopes(slopes, alpha).tolist()
+
+
 def _rope(**options: object) -> RoPE:
     position = _attention(position="rope", **options).position
     assert isinstance(position, RoPE)
@@ -193,6 +208,9 @@ OPTIONS: dict[str, Callable[[], bool]] = {
     "slopes-linear": lambda: _slopes(position="alibi") == linear_slopes(4).tolist(),
     "slopes-exponential": lambda: _slopes(position="alibi", slopes="exponential") == exponential_slopes(4).tolist(),
     "slopes-nape": lambda: _slopes(slopes="exponential") == [*exponential_slopes(2).tolist(), 0, 0],
+    "matched_slopes": lambda: _slopes(matched_slopes=True, alpha=2.0) == [*_matched(linear_slopes(2), 2.0), 0, 0],
+    "matched_slopes-learned": lambda: _slopes(matched_slopes=True, alpha="learned") == _slopes(matched_slopes=True),
+    "matched_slopes-softmax": lambda: _slopes(method="softmax", matched_slopes=True) == _slopes(),
     "rope_base": lambda: _rope(rope_base=500.0).base == 500.0,
     "rope_factor-none": lambda: _rope().scaling is None,
     "rope_factor": lambda: _rope(rope_factor=16.0, rope_original_length=128).scaling == (16.0, 128, 1.0, 4.0),

@@ -22,6 +22,7 @@ from longspan.nn.positions import (
     RoPE,
     exponential_slopes,
     linear_slopes,
+    matched_slopes,
 )
 from longspan.nn.scalers import SCALERS, Adaptive, NoScale, Scalable, Scaler, SSMax
 
@@ -53,5 +54,6 @@ __all__ = [
     "build_attention",
     "exponential_slopes",
     "linear_slopes",
+    "matched_slopes",
     "methods",
 ]
