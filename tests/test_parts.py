@@ -35,7 +35,6 @@ from longspan.nn import (
     build_attention,
     exponential_slopes,
     linear_slopes,
-    matched_slopes,
 )
 from longspan.nn.attention import joint_projection
 from longspan.nn.scalers import log_length
@@ -264,29 +263,6 @@ def test_slopes() -> None:
     torch.testing.assert_close(nape.slopes, torch.cat([exponential_slopes(3), torch.zeros(3)]))
     assert nape.scaled.tolist() == [False] * 3 + [True] * 3
     assert ALiBi(4, 8).scaled.all()
-
-
-@pytest.mark.parametrize("alpha", [1.0, 1.25, 1.5, 2.0, 3.0])
-def test_matched_slopes_keep_the_mean_distance(alpha: float) -> None:
-    distance = torch.arange(20_000, dtype=torch.float64)
-    slopes = torch.tensor([1 / 32, 1 / 256], dtype=torch.float64)
-    scores = -matched_slopes(slopes, alpha)[:, None] * distance
-    mean = (longspan.entmax(scores, alpha) * distance).sum(-1)
-    torch.testing.assert_close(mean, 1 / slopes, rtol=0, atol=0.6)  # tokens stand half a step off the line
-
-
-def test_slopes_that_are_not_matched_end_sooner() -> None:
-    softmax, entmax = (longspan.entmax(-torch.arange(60.0) / 8, alpha) for alpha in (1.0, 1.5))
-    assert softmax[10] > 0.25 * softmax[0]
-    assert not entmax[10:].any()
-    assert longspan.entmax(-matched_slopes(torch.tensor(1 / 8), 1.5) * torch.arange(60.0), 1.5)[25] > 0
-
-
-def test_matched_slopes_keep_signs_and_refuse_what_they_cannot_match() -> None:
-    torch.testing.assert_close(matched_slopes(torch.tensor([0.0, -1.0]), 2.0), torch.tensor([0.0, -2 / 9]))
-    torch.testing.assert_close(matched_slopes(linear_slopes(4), 1.0), linear_slopes(4))
-    with pytest.raises(ValueError, match="at least 1"):
-        matched_slopes(linear_slopes(4), 0.5)
 
 
 def test_rope_depends_on_distance_alone_and_keeps_norms() -> None:

@@ -152,7 +152,7 @@ def test_the_fingerprint_changes_with_everything_else() -> None:
         "model.hidden": 32,
         "model.attention.alpha": 1.5,
         "model.attention.delta": 0.5,
-        "model.attention.matched_slopes": True,
+        "model.attention.slope_factor": 0.25,
     }
     assert {path.split(".")[0] for path in changes} | set(WATCHED) == set(to_json(CONFIG))
     prints = [fingerprint(CONFIG), *(fingerprint(edited(CONFIG, path, value)) for path, value in changes.items())]

@@ -22,7 +22,6 @@ from longspan.nn.positions import (
     RoPE,
     exponential_slopes,
     linear_slopes,
-    matched_slopes,
 )
 from longspan.nn.scalers import SCALERS, Adaptive, NoScale, Scalable, Scaler, SSMax
 
@@ -54,6 +53,5 @@ __all__ = [
     "build_attention",
     "exponential_slopes",
     "linear_slopes",
-    "matched_slopes",
     "methods",
 ]

@@ -17,15 +17,11 @@ from longspan.nn.positions import (
     LlamaScaling,
     Position,
     RoPE,
-    Slopes,
     exponential_slopes,
     linear_slopes,
-    matched_slopes,
     position_named,
 )
 from longspan.nn.scalers import Adaptive, Scaler
-
-SPARSE = ("entmax", "sentmax", "asentmax")  # the methods whose weights are alpha-entmax's
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,9 @@ class AttentionConfig:
     initial_beta: float | None = 0.05
     initial_gamma: float = 0.0
     slopes: Literal["linear", "exponential"] = "linear"
-    matched_slopes: bool = False  # made gentler for entmax, so that it looks as far back as softmax would
+    slope_factor: float = (
+        1.0  # of all slopes; under entmax slopes are windows, which content can widen if they are gentle
+    )
     rope_base: float = 10_000.0
     rope_factor: float | None = None  # LLaMA-3 scaling
     rope_original_length: int = 64
@@ -121,8 +119,10 @@ class Block(nn.Module):
 
 def attention_of(config: AttentionConfig, dim: int, heads: int) -> Attention:
     """The attention layer that `config` describes."""
+    if not config.slope_factor > 0:
+        raise ValueError(f"slope_factor must be positive, got {config.slope_factor}")
     normalizer: Normalizer | None = None
-    if config.method in SPARSE:
+    if config.method in ("entmax", "sentmax", "asentmax"):
         normalizer = Entmax(config.alpha, heads)
     elif config.method == "topk":
         fraction = config.top_fraction
@@ -156,7 +156,11 @@ def attention_of(config: AttentionConfig, dim: int, heads: int) -> Attention:
 
 
 def _position_of(config: AttentionConfig, heads: int, head_dim: int) -> Position:
-    slopes = _slopes_of(config)
+    named = {"linear": linear_slopes, "exponential": exponential_slopes}[config.slopes]
+
+    def slopes(heads: int) -> Tensor:
+        return config.slope_factor * named(heads)
+
     if config.position == "alibi":
         return ALiBi(heads, head_dim, slopes)
     if config.position == "nape":
@@ -166,11 +170,3 @@ def _position_of(config: AttentionConfig, heads: int, head_dim: int) -> Position
         scaling = None if factor is None else LlamaScaling(factor, config.rope_original_length)
         return RoPE(heads, head_dim, config.rope_base, scaling)
     return position_named(config.position, heads, head_dim)
-
-
-def _slopes_of(config: AttentionConfig) -> Slopes:
-    named = {"linear": linear_slopes, "exponential": exponential_slopes}[config.slopes]
-    if not config.matched_slopes or config.method not in SPARSE:
-        return named
-    alpha = 1.5 if config.alpha == "learned" else config.alpha  # where a learned one starts
-    return lambda heads: matched_slopes(named(heads), alpha)

@@ -25,19 +25,6 @@ def exponential_slopes(num_heads: int) -> Tensor:
     return torch.cat([slopes, finer[::2][: num_heads - whole]])
 
 
-def matched_slopes(slopes: Tensor, alpha: float) -> Tensor:
-    """Slopes under which alpha-entmax looks back as far, on average, as softmax does under `slopes`.
-
-    Contents aside, softmax's weights fall like exp(-m d), at a mean distance of 1/m. Those of entmax end, at
-    ``d = alpha ** ((alpha-1)/alpha) * m ** (-1/alpha) / (alpha-1)`` where m is small, and their mean distance is
-    (alpha-1) / (2 alpha - 1) of that. Left as they are, gentle slopes become narrow windows: at 1/8 and alpha 1.5 the
-    tenth token back has no weight, and so no gradient, whereas softmax gives it a quarter of the nearest one's.
-    """
-    if not alpha >= 1:
-        raise ValueError(f"alpha is at least 1, got {alpha}")
-    return slopes.sign() * alpha ** (alpha - 1) * (slopes.abs() / (2 * alpha - 1)) ** alpha
-
-
 class Position(nn.Module):
     """What a position encoding gives to attention.
 

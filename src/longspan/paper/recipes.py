@@ -10,7 +10,7 @@ scales that start at 1 and grow like log n, and on MQMTAR noise on queries and k
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from longspan.nn.decoder import SPARSE, AttentionConfig, DecoderConfig
+from longspan.nn.decoder import AttentionConfig, DecoderConfig
 from longspan.paper.tables import get_table
 from longspan.tasks import get_task
 from longspan.train.config import OptimizerConfig, RunConfig
@@ -149,7 +149,7 @@ def _ours(config: RunConfig) -> RunConfig:
     attention = config.model.attention
     attention = replace(attention, delta=0.0, initial_beta=0.25, initial_gamma=1.0)  # 1 at 53 tokens, and like log n
     # Norms on q and k let the sparse methods leave MQMTAR's plateau; softmax leaves it only without.
-    if attention.method in SPARSE:
+    if attention.method in ("entmax", "sentmax", "asentmax"):
         attention = replace(attention, qk_norm=True, qk_gain=0.4, qk_noise=_NOISE.get(config.task, 0.0))
     return replace(
         config,

@@ -15,9 +15,9 @@ Config = TypeVar("Config")
 # Fields younger than the first published results, and what they were before.
 _YOUNGER = {
     ("model", "attention", "initial_gamma"): 0.0,
-    ("model", "attention", "matched_slopes"): False,
     ("model", "attention", "qk_gain"): 1.0,
     ("model", "attention", "qk_noise"): 0.0,
+    ("model", "attention", "slope_factor"): 1.0,
     ("noise_from",): 0.9,
     ("soft_until",): None,
 }
