@@ -38,9 +38,7 @@ class AttentionConfig:
     initial_beta: float | None = 0.05
     initial_gamma: float = 0.0
     slopes: Literal["linear", "exponential"] = "linear"
-    slope_factor: float = (
-        1.0  # of all slopes; under entmax slopes are windows, which content can widen if they are gentle
-    )
+    slope_factor: float = 1.0  # of all slopes: those made for softmax are short windows under entmax
     rope_base: float = 10_000.0
     rope_factor: float | None = None  # LLaMA-3 scaling
     rope_original_length: int = 64
