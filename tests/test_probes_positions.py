@@ -82,6 +82,16 @@ def test_the_alibi_window_of_gentle_slopes() -> None:
         assert alibi_window.sharp_bound(0.0, slope, alpha) == pytest.approx(slack / slope, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("inverse", "window", "reach"), [(1, 1, 2), (2, 3, 5), (4, 5, 11), (8, 8, 23), (32, 22, 95), (256, 91, 766)]
+)
+def test_how_far_slopes_let_entmax_and_softmax_see(inverse: int, window: int, reach: int) -> None:
+    """The table of docs/probes.md."""
+    scores = -torch.arange(4000, dtype=torch.float64) / inverse
+    assert int((entmax(scores, 1.5) > 0).sum()) - 1 == alibi_window.sharp_bound(0.0, 1 / inverse, 1.5) == window
+    assert int((entmax(scores, 1.0).cumsum(0) < 0.95).sum()) == reach
+
+
 @given(alphas, seeds)
 @settings(deadline=None)
 def test_no_aligned_rope_head_sees_beyond_its_reach(alpha: float, seed: int) -> None:

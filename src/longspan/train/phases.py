@@ -1,7 +1,7 @@
 """What a run begins only once the task is learned: sparsity, and noise on queries and keys.
 
-Where weights are exactly zero there is no gradient, so a circuit of several heads that looks elsewhere is never found;
-and noise hides it. Softmax finds it, after which entmax takes it over, and then noise asks for wide margins.
+Where weights are exactly zero there is no gradient, and noise hides one that is small, so a circuit of several heads
+may never be found. A run may begin as softmax, which entmax then takes over; once learned, noise asks for margins.
 """
 
 import torch
