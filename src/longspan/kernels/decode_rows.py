@@ -140,7 +140,7 @@ def _kept(z, keys, Keys, count, top, height, r, split, MOST,
 
     Also how many they are by now, and of these scores the sums of p and -p log p.
     """
-    p, _gains = weights_and_gains(z, top, height, r, KIND)
+    p, _gains = weights_and_gains(z, top, height, r, KIND, "tf32")
     alive = (p > 0).to(tl.int32)
     place = count + tl.cumsum(alive, 0) - 1
     own = (alive > 0) & (place < MOST) & (place // GATHER % SHARES == split)
@@ -241,7 +241,7 @@ def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, 
         places = _value_places(V, Table, batch, kv_head, key, which < count, v_b, v_h, v_t, PAGED)
         v = tl.load(places[:, None] + columns[None, :] * v_d, mask=(which < count)[:, None] & (columns[None, :] < DV),
                     other=0.0)  # fmt: skip
-        p, _gains = weights_and_gains(z, top, height, r, KIND)
+        p, _gains = weights_and_gains(z, top, height, r, KIND, "tf32")
         out += p[:, None] * v.to(tl.float32)
     total = tl.sum(out, 0)
     last = parts <= 1

@@ -79,7 +79,7 @@ def value_kernel(V, Scores, Tops, Pages, Maximum, Height, Support, Entropy, Part
         highest = tl.load(Tops + line * NP + page, mask=wanted_row, other=float("-inf"))
         z = tl.load(Scores + line[:, None] * NP * 64 + keys[None, :], mask=wanted_row[:, None], other=float("-inf"))
         z = tl.where((highest - top + depth > 0)[:, None], z, float("-inf"))
-        p, _gains = weights_and_gains(z, top[:, None], height[:, None], r, KIND)
+        p, _gains = weights_and_gains(z, top[:, None], height[:, None], r, KIND, "tf32")
         wanted = tl.max(p, 0) > 0
         base = page_base(V, Table, batch, kv_head, page, v_b, v_h, v_t, PAGED)
         places = base + tl.arange(0, 64)[:, None] * v_t + columns[None, :] * v_d

@@ -21,7 +21,7 @@ def rows_kernel(Scores, Weights, a, r, ROWS, N, KIND: tl.constexpr, M: tl.conste
     spoilt = tl.sum(tl.where(bad, float("nan"), 0.0), 1)
     scores = tl.where(bad, 0.0, scores)
     gap = (scores - row_maximum(scores)[:, None]) * a
-    height = heights(gap, r, KIND)
+    height = heights(gap, r, KIND, "tf32")
     u = tl.maximum(gap + height[:, None], 0.0)
     gain = gains(u, r, KIND)
     # The last step on every u, in its own resolution: thousands of small weights would share an ulp of the height.

@@ -93,7 +93,7 @@ def exponential(x, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def heights(gap, r, KIND: tl.constexpr, PRECISION: tl.constexpr = "tf32"):
+def heights(gap, r, KIND: tl.constexpr, PRECISION: tl.constexpr):
     """The height of every row of ``gap = z - max``, alpha <= 2."""
     if KIND == 0:
         return 1.0 / tl.maximum(tl.sum(exponential(gap, PRECISION), 1), 1.0)
@@ -113,7 +113,7 @@ def heights(gap, r, KIND: tl.constexpr, PRECISION: tl.constexpr = "tf32"):
 
 
 @triton.jit
-def weights_and_gains(z, maximum, height, r, KIND: tl.constexpr, PRECISION: tl.constexpr = "tf32"):
+def weights_and_gains(z, maximum, height, r, KIND: tl.constexpr, PRECISION: tl.constexpr):
     """p, and the gain ``p ^ (2 - alpha)`` of each weight in its own score, both 0 off the support.
 
     `z` is ``a * score``, for softmax the score; `maximum` and `height` are shaped to lie along its rows. They stay two
