@@ -1,4 +1,4 @@
-"""What begins once a task is learned: entmax after a soft start, and noise."""
+"""What changes in the course of a run: slopes that grow, noise once the task is learned."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import TINY, tiny
+from torch import Tensor
 
 from longspan.nn.norm import HeadNorm
-from longspan.nn.normalizers import Entmax
+from longspan.nn.positions import Position
 from longspan.train.checkpoint import Checkpoint
 from longspan.train.config import RunConfig, to_json
-from longspan.train.phases import LOOK_EVERY
 from longspan.train.trainer import Trainer
 
 
@@ -57,85 +57,83 @@ def test_noise_waits_until_the_task_is_learned() -> None:
     assert all(module.gate is gate for module in again.model.modules() if isinstance(module, HeadNorm))
 
 
-def soft(until: float, steps: int = 300, noise: float = 0.0, **changes: Any) -> RunConfig:
-    attention = replace(TINY.model.attention, method="asentmax", qk_norm=True, qk_noise=noise)
-    model = replace(TINY.model, attention=attention)
-    return tiny(model=model, soft_until=until, noise_from=0.0, steps=steps, **changes)
+def growing(steps: int = 8, noise: float = 0.0, **changes: Any) -> RunConfig:
+    attention = replace(TINY.model.attention, method="asentmax", position="nape", qk_norm=True, qk_noise=noise)
+    return tiny(
+        model=replace(TINY.model, attention=attention), slope_start=0.1, slope_steps=steps, noise_from=0.0, **changes
+    )
 
 
-def test_a_soft_start_is_softmax_until_the_task_is_learned() -> None:
-    """The same numbers as ASSMax, which has the same parameters, up to the look that finds it learned."""
-    sparse = Trainer(soft(until=0.01))
-    attention = replace(sparse.config.model.attention, method="assmax")
-    dense = Trainer(replace(sparse.config, soft_until=None, model=replace(sparse.config.model, attention=attention)))
-    while sparse.phases.soft:
-        for trainer in (sparse, dense):
-            trainer.advance()
-        assert sparse.metrics().loss == dense.metrics().loss
-    assert sparse.step % LOOK_EVERY == 0
-    assert sparse.step < 150
-    for trainer in (sparse, dense):
+def slopes_of(trainer: Trainer) -> list[Tensor]:
+    found = [module.slopes for module in trainer.model.modules() if isinstance(module, Position)]
+    return [slopes.clone() for slopes in found if slopes is not None]
+
+
+def test_slopes_grow_by_equal_ratios_to_their_own() -> None:
+    trainer = Trainer(growing(steps=8))
+    own = slopes_of(trainer)
+    factors = []
+    for _ in range(10):
         trainer.advance()
-    assert sparse.metrics().loss != dense.metrics().loss
+        now = slopes_of(trainer)
+        factors.append(float(now[0].max() / own[0].max()))
+        assert all(torch.allclose(new, factors[-1] * old) for new, old in zip(now, own, strict=True))
+    assert factors == pytest.approx([0.1 ** (1 - step / 8) for step in range(8)] + [1, 1])
+    assert all(map(torch.equal, slopes_of(trainer), own))
 
 
-def test_a_soft_start_leaves_entmax_a_quarter_of_the_steps() -> None:
-    trainer = Trainer(soft(until=1.0, steps=4 * LOOK_EVERY))
-    while trainer.step < 3 * LOOK_EVERY:
-        assert trainer.phases.soft
+def test_gentle_slopes_are_those_of_a_smaller_factor() -> None:
+    """The first step is that of a model whose own slopes are as gentle."""
+    grows = Trainer(growing())
+    attention = replace(grows.config.model.attention, slope_factor=0.1)
+    gentle = Trainer(
+        replace(grows.config, slope_start=1.0, slope_steps=0, model=replace(grows.config.model, attention=attention))
+    )
+    for trainer in (grows, gentle):
         trainer.advance()
-    assert not trainer.phases.soft
-    assert not any(module.soft for module in trainer.model.modules() if isinstance(module, Entmax))
+    assert grows.metrics().loss == pytest.approx(gentle.metrics().loss, rel=1e-6)
 
 
-def test_a_run_with_a_soft_start_resumes_in_either_phase() -> None:
-    config = soft(until=1.0, steps=LOOK_EVERY + 10, noise=0.5)  # entmax from step LOOK_EVERY on
-    whole = Trainer(config)
-    saved = {}
-    while whole.step < LOOK_EVERY + 4:
-        if whole.step in (LOOK_EVERY - 2, LOOK_EVERY + 2):
-            saved[whole.step] = whole.checkpoint().step, {k: v.clone() for k, v in whole.checkpoint().tensors.items()}
+def test_a_run_resumes_while_slopes_grow_and_after() -> None:
+    config = growing(steps=4, noise=0.5)
+    whole, saved = Trainer(config), {}
+    while whole.step < 8:
+        if whole.step in (2, 4, 6):
+            saved[whole.step] = {name: tensor.clone() for name, tensor in whole.checkpoint().tensors.items()}
         whole.advance()
-    for step, tensors in saved.values():
+    for step, tensors in saved.items():
         again = Trainer(config)
         again.restore(Checkpoint(step, to_json(config), tensors))
-        assert again.phases.soft == (step < LOOK_EVERY)
         while again.step < whole.step:
             again.advance()
         assert all(map(torch.equal, whole.model.parameters(), again.model.parameters()))
 
 
-def test_noise_waits_for_the_end_of_a_soft_start() -> None:
-    trainer = Trainer(soft(until=1.0, steps=LOOK_EVERY + 10, noise=0.5))
-    while trainer.step < LOOK_EVERY:
-        assert float(trainer.phases.state()["gate"]) == 0
+def test_noise_waits_for_slopes() -> None:
+    trainer = Trainer(growing(steps=4, noise=0.5))
+    gates = []
+    for _ in range(7):
         trainer.advance()
-    trainer.advance()
-    assert float(trainer.phases.state()["gate"]) == 1
+        gates.append(float(trainer.phases.state()["gate"]))
+    assert gates == [0, 0, 0, 0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("changes", [{"method": "softmax"}, {"alpha": "learned"}], ids=str)
-def test_a_soft_start_needs_a_sparse_method_of_fixed_alpha(changes: dict[str, Any]) -> None:
-    config = soft(until=0.9)
-    attention = replace(config.model.attention, **changes)
-    with pytest.raises(ValueError, match="soft_until is for entmax with a fixed alpha"):
+def test_slopes_that_are_not_there_cannot_grow() -> None:
+    config = growing()
+    attention = replace(config.model.attention, position="nope")
+    with pytest.raises(ValueError, match="slope_steps is for ALiBi and NAPE: nope has no slopes"):
         Trainer(replace(config, model=replace(config.model, attention=attention)))
 
 
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # by dynamo itself
-def test_compiled_code_follows_the_end_of_a_soft_start() -> None:
-    trainer = Trainer(soft(until=0.9))
-    tokens = trainer.draw(0)[1].tokens
-    torch._dynamo.reset()
-    compiled = torch.compile(trainer.model, backend="eager")
-    for module in trainer.model.modules():
-        if isinstance(module, HeadNorm):
-            module.weight.data.fill_(5.0)  # far from uniform
-    outputs = []
-    for softly in (True, False):
-        for module in trainer.model.modules():
-            if isinstance(module, Entmax):
-                module.soft = softly
-        outputs.append(compiled(tokens))
-        torch.testing.assert_close(outputs[-1], trainer.model(tokens))
-    assert not torch.allclose(outputs[0], outputs[1], atol=1e-3)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slope_start": 0.0}, "slope_start must be positive"),
+        ({"slope_steps": -1}, "slope_steps not negative"),
+        ({"slope_steps": 0}, "say by slope_steps"),
+    ],
+    ids=["start", "steps", "never"],
+)
+def test_a_growth_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Trainer(replace(growing(), **changes))

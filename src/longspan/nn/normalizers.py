@@ -56,11 +56,7 @@ class Softmax(Normalizer):
 
 
 class Entmax(Normalizer):
-    """alpha-entmax with a fixed alpha from 1 to 64, or one learned per head as 1 + sigmoid(w), which starts at 1.5.
-
-    Attributes:
-        soft: whether it is softmax for now; whoever trains may begin so.
-    """
+    """alpha-entmax with a fixed alpha from 1 to 64, or one learned per head as 1 + sigmoid(w), which starts at 1.5."""
 
     def __init__(self, alpha: float | Literal["learned"] = 1.5, num_heads: int = 1):
         super().__init__()
@@ -70,12 +66,9 @@ class Entmax(Normalizer):
         elif not 1 <= alpha <= 64:
             raise ValueError(f"alpha must be between 1 and 64, got {alpha}")
         self.fixed = alpha
-        self.soft = False
 
     @property
     def alpha(self) -> Alpha:
-        if self.soft:
-            return 1.0
         return float(self.fixed) if self.logit is None else 1 + self.logit.sigmoid()
 
     def forward(self, scores: Tensor) -> Tensor:

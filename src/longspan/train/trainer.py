@@ -68,6 +68,7 @@ class Trainer:
     def advance(self) -> None:
         """Take one step."""
         length, batch = self._batch()
+        self.phases.begin(self.step)
         if self.phases.noisy:
             torch.manual_seed(stream_seed("noise", self.config.seed, self.step))
         self.optimizer.rate.fill_(learning_rate(self.step, self.config))
@@ -77,8 +78,6 @@ class Trainer:
             self._update(length, batch)
         self.step += 1
         self._since += 1
-        if self.phases.look(self.step):
-            self._graphs.clear()  # they hold another model
         if self.device.type == "cuda" and self.step < self.config.steps:
             with torch.cuda.stream(self._aside):  # while the step runs
                 self._ahead = self.step, *self.draw(self.step)
@@ -124,7 +123,7 @@ class Trainer:
             assert decay is not None
             torch._foreach_lerp_(list(self.average.values()), [p.detach() for p in parameters], 1 - decay)
         with torch.no_grad():
-            if self.phases:
+            if self.phases.noisy:
                 self.phases.take(right / batch.mask.sum())
             self._sums += torch.stack([loss.detach(), right.float(), batch.mask.sum().float(), norm])
 
@@ -174,8 +173,7 @@ class Trainer:
         self.model.load_state_dict(_under("model.", checkpoint.tensors))
         for name, tensor in self.average.items():
             tensor.copy_(checkpoint.tensors[f"average.{name}"])
-        self.phases.load(_under("phases.", checkpoint.tensors))
-        self._graphs.clear()
+        self.phases.load(_under("phases.", checkpoint.tensors), checkpoint.step)
         self.optimizer.load(_under("optimizer.", checkpoint.tensors))
         self._sums.copy_(checkpoint.tensors["log.sums"])
         self.step, self._since = checkpoint.step, int(checkpoint.tensors["log.steps"])
