@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test integrations lint format benchmark clean
+.PHONY: demo test integrations old-triton lint format benchmark clean
 
 demo: $(READY)
 	$(BIN)/longspan demo --out demo
@@ -16,6 +16,11 @@ test: lint
 integrations: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torchtitan,lm-eval]'
 	$(BIN)/python -m pytest tests/test_torchtitan.py tests/test_lm_eval.py
+
+# Kernels that newer compilers take: 190 MB, and a minute on one core.
+old-triton: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
+	PYTHONPATH=build/triton-3.6 $(BIN)/python tests/compile_kernels.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

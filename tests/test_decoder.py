@@ -244,11 +244,13 @@ def test_a_wrong_option_is_refused(options: dict[str, object], message: str) -> 
         _attention(**options)
 
 
-def test_noise_is_for_training_and_for_the_heads_that_are_scaled() -> None:
-    norm = _head_norm(qk_noise=0.5, qk_gain=2.0)  # NAPE: the last two of four heads
+@pytest.mark.parametrize(("heads_with_noise", "quiet"), [("scaled", 2), ("all", 0)])
+def test_noise_is_for_training_and_for_the_heads_named(heads_with_noise: str, quiet: int) -> None:
+    norm = _head_norm(qk_noise=0.5, qk_gain=2.0, qk_noise_on=heads_with_noise)  # NAPE scales the last two of four heads
     heads = torch.randn(3, 4, 200, 8)
     clean = norm.eval()(heads)
     torch.testing.assert_close(clean.square().mean(-1).sqrt(), torch.full((3, 4, 200), 2.0), rtol=1e-4, atol=0)
     noise = (norm.train()(heads) - clean).detach()
-    assert not noise[:, :2].any()
-    assert float(noise[:, 2:].std()) == pytest.approx(0.5 * 2.0, rel=0.05)
+    assert not noise[:, :quiet].any()
+    for head in range(quiet, 4):
+        assert float(noise[:, head].std()) == pytest.approx(0.5 * 2.0, rel=0.05)

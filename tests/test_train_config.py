@@ -145,8 +145,6 @@ def test_the_fingerprint_changes_with_everything_else() -> None:
         "seed": 7,
         "average": None,
         "precision": "bfloat16",
-        "slope_start": 0.5,
-        "slope_steps": 7,
         "noise_from": 0.5,
         "optimizer.momentum": 0.5,
         "optimizer.clip": 0.5,
@@ -154,6 +152,7 @@ def test_the_fingerprint_changes_with_everything_else() -> None:
         "model.attention.alpha": 1.5,
         "model.attention.delta": 0.5,
         "model.attention.slope_factor": 0.25,
+        "model.attention.qk_noise_on": "all",
     }
     assert {path.split(".")[0] for path in changes} | set(WATCHED) == set(to_json(CONFIG))
     prints = [fingerprint(CONFIG), *(fingerprint(edited(CONFIG, path, value)) for path, value in changes.items())]

@@ -44,7 +44,8 @@ class AttentionConfig:
     rope_original_length: int = 64
     qk_norm: bool = False
     qk_gain: float = 1.0  # where the weights of the norms of q and k start
-    qk_noise: float = 0.0  # on normalised q and k of the heads that a scaler may scale, in training
+    qk_noise: float = 0.0  # on normalised q and k, in training
+    qk_noise_on: Literal["scaled", "all"] = "scaled"  # the heads that a scaler may scale (NAPE: without slopes), or all
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,9 @@ def attention_of(config: AttentionConfig, dim: int, heads: int) -> Attention:
     position = _position_of(config, heads, dim // heads)
     norms: dict[str, Any] = {}
     if config.qk_norm:
+        noisy = position.scaled | (config.qk_noise_on == "all")
         for name in ("query_norm", "key_norm"):
-            norms[name] = HeadNorm(dim // heads, position.scaled, config.qk_gain, config.qk_noise)
+            norms[name] = HeadNorm(dim // heads, noisy, config.qk_gain, config.qk_noise)
     elif config.qk_noise:
         raise ValueError("qk_noise is measured in units of normalised queries and keys: it needs qk_norm")
     return build_attention(

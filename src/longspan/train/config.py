@@ -17,10 +17,9 @@ _YOUNGER = {
     ("model", "attention", "initial_gamma"): 0.0,
     ("model", "attention", "qk_gain"): 1.0,
     ("model", "attention", "qk_noise"): 0.0,
+    ("model", "attention", "qk_noise_on"): "scaled",
     ("model", "attention", "slope_factor"): 1.0,
     ("noise_from",): 0.9,
-    ("slope_start",): 1.0,
-    ("slope_steps",): 0,
 }
 
 
@@ -53,8 +52,6 @@ class RunConfig:
     longest: int = 64
     seed: int = 0
     average: float | None = None  # decay of the running average of the weights, which is then what is evaluated
-    slope_start: float = 1.0  # what slopes are at the first step, of their own
-    slope_steps: int = 0  # over which they grow to those
     noise_from: float = 0.9  # the token accuracy, a running mean, from which on there is `model.attention.qk_noise`
     precision: Literal["float32", "bfloat16"] = "float32"
     log_every: int = 100
@@ -107,13 +104,6 @@ def check(config: RunConfig) -> None:
         raise ValueError(f"shortest ({config.shortest}) must not be above longest ({config.longest})")
     if not 0 <= config.noise_from <= 1:
         raise ValueError(f"noise_from must be between 0 and 1, got {config.noise_from}")
-    if not config.slope_start > 0 or config.slope_steps < 0:
-        raise ValueError(
-            "slope_start must be positive and slope_steps not negative, "
-            f"got {config.slope_start} and {config.slope_steps}"
-        )
-    if config.slope_start != 1 and not config.slope_steps:
-        raise ValueError(f"slope_start is {config.slope_start}: say by slope_steps when slopes have grown")
     if config.average is not None and not 0 <= config.average < 1:
         raise ValueError(f"average must be at least 0 and below 1, got {config.average}")
 

@@ -15,8 +15,8 @@ from longspan.tasks import get_task
 from longspan.tasks.base import Batch, stream_seed
 from longspan.train.checkpoint import Checkpoint
 from longspan.train.config import RunConfig, check, fingerprint, from_json, to_json
+from longspan.train.noise import NoiseGate
 from longspan.train.optimizers import Optimizer
-from longspan.train.phases import Phases
 
 
 class Metrics(NamedTuple):
@@ -49,7 +49,7 @@ class Trainer:
             else {}
         )
         self.step = 0
-        self.phases = Phases(config, self.model, self.device)
+        self.noise = NoiseGate(config, self.model, self.device)
         self.generator = torch.Generator(self.device)
         self._sums = torch.zeros(4, device=self.device)  # loss, right, tokens, gradient norm
         self._since = 0
@@ -68,8 +68,7 @@ class Trainer:
     def advance(self) -> None:
         """Take one step."""
         length, batch = self._batch()
-        self.phases.begin(self.step)
-        if self.phases.noisy:
+        if self.noise:
             torch.manual_seed(stream_seed("noise", self.config.seed, self.step))
         self.optimizer.rate.fill_(learning_rate(self.step, self.config))
         if self.device.type == "cuda":
@@ -123,8 +122,8 @@ class Trainer:
             assert decay is not None
             torch._foreach_lerp_(list(self.average.values()), [p.detach() for p in parameters], 1 - decay)
         with torch.no_grad():
-            if self.phases.noisy:
-                self.phases.take(right / batch.mask.sum())
+            if self.noise:
+                self.noise.take(right / batch.mask.sum())
             self._sums += torch.stack([loss.detach(), right.float(), batch.mask.sum().float(), norm])
 
     def _update_from_graph(self, length: int, batch: Batch) -> None:
@@ -160,7 +159,7 @@ class Trainer:
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         tensors |= {f"average.{name}": tensor for name, tensor in self.average.items()}
         tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
-        tensors |= {f"phases.{name}": tensor for name, tensor in self.phases.state().items()}
+        tensors |= {f"noise.{name}": tensor for name, tensor in self.noise.state().items()}
         tensors |= {"log.sums": self._sums, "log.steps": torch.tensor(self._since)}
         return Checkpoint(self.step, to_json(self.config), tensors)
 
@@ -173,7 +172,7 @@ class Trainer:
         self.model.load_state_dict(_under("model.", checkpoint.tensors))
         for name, tensor in self.average.items():
             tensor.copy_(checkpoint.tensors[f"average.{name}"])
-        self.phases.load(_under("phases.", checkpoint.tensors), checkpoint.step)
+        self.noise.load(_under("noise.", checkpoint.tensors))
         self.optimizer.load(_under("optimizer.", checkpoint.tensors))
         self._sums.copy_(checkpoint.tensors["log.sums"])
         self.step, self._since = checkpoint.step, int(checkpoint.tensors["log.steps"])
