@@ -4,14 +4,17 @@ Causal, bf16, 16 heads, 16K tokens a batch (one sequence where it is longer). Wo
 
     random   Gaussian q and k: nearly every tile has a survivor
     topics4  blocks of 128 tokens share one of 4 topics: about 3/4 of the tiles have none
-    topics16 the same with 16 topics
+    topics16 the same with 16 topics; any number up to the width of a head can be asked for
     nape     topics16, half the heads with ALiBi slopes 1/h
 
 Each time is the median over rounds in which the implementations take turns, of work on the GPU alone: launches are
 queued behind a pause, so that the host's speed does not enter. Softmax peers compute another function; they are there
 as the clock to beat. Peers that are not installed are left out; `adasplash` tunes itself for minutes per length.
 
-    python benchmarks/attention.py --dims 64 --lengths 4096 16384 --plot benchmarks/results/attention.png
+    python benchmarks/attention.py --dims 64 --lengths 4096 16384 --plot docs/kernels/time.png
+    python benchmarks/attention.py --dims 64 --lengths 16384 --kinds random topics{2,4,8,16,32} --peers flash \
+        --plot-sparsity docs/kernels/sparsity.png
+    python benchmarks/attention.py --lengths --plot docs/kernels/time.png    # the figures alone, from the rows
 """
 
 import argparse
@@ -41,7 +44,7 @@ def workload(kind: str, length: int, dim: int, seed: int = 0) -> tuple[list[Tens
     batch = max(1, TOKENS // length)
     q, k, v = (torch.randn(batch, HEADS, length, dim, device="cuda", generator=generator) for _ in range(3))
     if kind != "random":
-        topics = 4 if kind == "topics4" else 16
+        topics = int(kind.removeprefix("topics")) if kind != "nape" else 16
         directions = torch.linalg.qr(torch.randn(dim, dim, device="cuda", generator=generator))[0][:topics]
         of_block = torch.randint(topics, (batch, HEADS, math.ceil(length / BLOCK)), device="cuda", generator=generator)
         of_token = of_block.repeat_interleave(BLOCK, -1)[..., :length]
@@ -51,6 +54,13 @@ def workload(kind: str, length: int, dim: int, seed: int = 0) -> tuple[list[Tens
     if kind == "nape":
         slopes = torch.cat([1 / torch.arange(1, HEADS // 2 + 1), torch.zeros(HEADS - HEADS // 2)]).cuda()
     return [tensor.bfloat16().requires_grad_() for tensor in (q, k, v)], slopes
+
+
+def kind_named(text: str) -> str:
+    """A workload's name, checked."""
+    if text not in KINDS and not (text.startswith("topics") and text.removeprefix("topics").isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(KINDS)} or topics with a number")
+    return text
 
 
 def ours(slopes: Tensor | None, alpha: float) -> Attend:
@@ -154,15 +164,26 @@ def memory(function: Attend, inputs: list[Tensor]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dims", nargs="+", type=int, default=[64, 128])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384, 65536])
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--lengths", nargs="*", type=int, default=[1024, 4096, 16384, 65536])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), type=kind_named)
     parser.add_argument("--alphas", nargs="+", type=float, default=[1.5])
     parser.add_argument("--peers", nargs="*", default=["flash", "cudnn", "flex", "adasplash"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=math.inf, help="Start no new cell after so long.")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.jsonl"))
     parser.add_argument("--plot", type=Path, help="Draw the rows of --out into this file.")
+    parser.add_argument("--plot-sparsity", type=Path, help="Draw times against the share of dead tiles into this file.")
     arguments = parser.parse_args()
+    if arguments.lengths:
+        run(arguments)
+    if arguments.plot:
+        draw(list(read_rows(arguments.out)), arguments.plot)
+    if arguments.plot_sparsity:
+        draw_sparsity(list(read_rows(arguments.out)), arguments.plot_sparsity)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and write every cell, as long as there is time."""
     origin, begun = provenance("cuda"), time.monotonic()
     print(f"{'dim':>4} {'length':>7} {'kind':9} {'':14} {'forward':>9} {'+backward':>10} {'MiB':>7} {'dead tiles':>10}")
     for dim in arguments.dims:
@@ -195,8 +216,6 @@ def main() -> None:
                         f"{row['mebibytes']:7.0f} {dead:>10}",
                         flush=True,
                     )
-    if arguments.plot:
-        draw(list(read_rows(arguments.out)), arguments.plot)
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -226,6 +245,38 @@ def draw(rows: list[Row], path: Path) -> None:
     }
     figure.legend(handles.values(), handles.keys(), loc="lower center", ncol=len(handles), frameon=False)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(path, dpi=150)
+
+
+def draw_sparsity(rows: list[Row], path: Path, dim: int = 64, lengths: tuple[int, ...] = (16384, 65536)) -> None:
+    """Our time over flash's of the same commit against the share of dead tiles, and what the count of products says."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True)
+    panels = (("forward_ms", "forward", 1, 4, 2), ("both_ms", "forward and backward", 1, 11, 7))
+    for axis, (field, title, always, live, softmax) in zip(axes, panels, strict=True):
+        for number, length in enumerate(lengths):
+            cells = {(r["commit"], r["kind"], r["name"]): r for r in rows if (r["dim"], r["length"]) == (dim, length)}
+            points = [
+                (100 * row["block_sparsity"], row[field] / cells[commit, kind, "flash"][field])
+                for (commit, kind, name), row in cells.items()
+                if name == "entmax 1.5" and kind != "nape" and (commit, kind, "flash") in cells
+            ]
+            axis.plot(*zip(*points, strict=True), "os"[number], color=f"C{number}", label=f"{length >> 10}K tokens")
+        axis.plot(
+            [0, 100],
+            [(always + live) / softmax, always / softmax],
+            "--",
+            color="0.5",
+            label="products, ours over softmax's",
+        )
+        axis.axhline(1, color="0.7", linewidth=0.8)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("dead tiles (%)")
+        axis.set_ylim(0)
+    axes[0].set_ylabel("time over flash-2's")
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
     figure.savefig(path, dpi=150)
 
 
