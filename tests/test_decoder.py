@@ -86,6 +86,39 @@ def test_only_some_columns_are_the_columns_of_all() -> None:
     torch.testing.assert_close(decoder(read, only=only), decoder(read)[:, only], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("position", ["nope", "alibi", "nape", "rope"])
+@pytest.mark.parametrize("method", ["softmax", "asentmax", "topk", "stick_breaking"])
+def test_a_last_block_for_the_last_tokens_alone_is_that_of_all(method: str, position: str) -> None:
+    """Its logits, and the gradients of every parameter."""
+    decoder, read = model(small(method=method, position=position)), tokens()
+    only = torch.tensor([TIME - 7, TIME - 6, TIME - 2])
+    results = []
+    for options in ({}, {"last": 8}, {"last": TIME}):
+        logits = decoder(read, only=only, **options)
+        weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
+        results.append([logits, *torch.autograd.grad((logits * weights).sum(), tuple(decoder.parameters()))])
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], rtol=0, atol=1e-10)
+
+
+def test_the_last_tokens_with_padding_documents_and_a_cache() -> None:
+    decoder, read = model(small()), tokens()
+    documents = (torch.arange(TIME) >= 9).long().expand_as(read)
+    for options in ({"documents": documents}, {"lengths": torch.tensor([TIME, TIME - 3, 4])}):
+        torch.testing.assert_close(
+            decoder(read, last=5, **options), decoder(read, **options)[:, -5:], rtol=0, atol=1e-12
+        )
+    caches = decoder.new_caches()
+    for part, wanted in zip(read.split([9, TIME - 9], dim=1), decoder(read).split([9, TIME - 9], dim=1), strict=True):
+        torch.testing.assert_close(decoder(part, caches=caches, last=3), wanted[:, -3:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("last", [0, TIME + 1])
+def test_more_last_tokens_than_there_are_is_an_error(last: int) -> None:
+    with pytest.raises(ValueError, match=f"last must be from 1 to the {TIME} tokens there are, got {last}"):
+        model(small())(tokens(), last=last)
+
+
 def test_padding_and_documents_reach_the_attention() -> None:
     decoder, read = model(small()), tokens(batch=1)
     padded = decoder(read, lengths=torch.tensor([15]))

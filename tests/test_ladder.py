@@ -88,7 +88,8 @@ class Oracle(torch.nn.Module):
         self.batches = ladder._batches(task, length, 128, "test", ladder._CPU_TOKENS // task.time(length))
         self.wrong, self.vocabulary = wrong, task.vocabulary
 
-    def forward(self, tokens: torch.Tensor, only: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, only: torch.Tensor, last: int) -> torch.Tensor:
+        assert last == tokens.shape[1] - only[0]
         batch = next(self.batches)
         assert torch.equal(batch.tokens, tokens)
         said = torch.where(self.wrong(batch.mask), (batch.targets + 1) % self.vocabulary, batch.targets)

@@ -50,7 +50,7 @@ def test_the_grid_is_every_combination(jobs_of: Any) -> None:
     assert len({job.folder for job in jobs}) == len({job.title for job in jobs}) == len(jobs) == 2 * 2 * 3 * 2 * 2
     (job,) = [job for job in jobs if job.title == "longspan/mqmtar/rope/softmax learning_rate=0.001 seed 2"]
     assert job.config.optimizer.learning_rate == 1e-3
-    assert (job.config.seed, job.config.model.attention.method, job.config.steps) == (2, "softmax", 20_000)
+    assert (job.config.seed, job.config.model.attention.method, job.config.steps) == (2, "softmax", 10_000)
     assert job.folder == Path("runs/longspan-mqmtar-rope-softmax+optimizer.learning_rate=0.001-s2")
     assert job.train == [
         "train", "longspan/mqmtar/rope/softmax", "--seed", "2", "--out", str(job.folder), "--device", "auto",

@@ -90,7 +90,7 @@ def _counts(
         tokens, targets, mask = (part.to(device) for part in batch)
         columns = mask.any(0).nonzero().squeeze(1)
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            guesses = model(tokens, only=columns).argmax(-1)
+            guesses = model(tokens, only=columns, last=tokens.shape[1] - int(columns[0])).argmax(-1)
         hits, mask = guesses == targets[:, columns], mask[:, columns]
         exact += int((hits | ~mask).all(1).sum())
         right += int((hits & mask).sum())

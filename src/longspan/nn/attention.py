@@ -26,7 +26,7 @@ def width_of_head(dim: int, num_heads: int) -> int:
     return dim // num_heads
 
 
-def joint_projection(layers: Sequence[nn.Linear], x: Tensor) -> Sequence[Tensor]:
+def joint_projection(layers: Sequence[nn.Linear], x: Tensor) -> list[Tensor]:
     """What every layer makes of x, by one product."""
     weight = torch.cat([layer.weight for layer in layers])
     parts = nn.functional.linear(x, weight).split([layer.out_features for layer in layers], dim=-1)
@@ -89,32 +89,45 @@ class Attention(nn.Module):
         lengths: Tensor | None = None,
         documents: Tensor | None = None,
         cache: KVCache | None = None,
+        last: int | None = None,
     ) -> Tensor:
-        """(batch, time, dim) to the same.
+        """(batch, time, dim) to the same, or to (batch, last, dim).
 
         Args:
             lengths: (batch,), right padding.
             documents: (batch, time) ids of packed documents. To pad on the left, give the padding an id of its own.
             cache: the tokens before `x`; `x` is added to it.
+            last: how many of the last tokens ask; the others are only looked at. All by default.
         """
         if cache is not None and (lengths is not None or not self.causal):
             raise ValueError("a cache needs causal attention and no right padding: pad on the left with `documents`")
-        layers = (self.query, self.key, self.value, *self.scaler.projections())
+        if last is not None and not 1 <= last <= x.shape[1]:
+            raise ValueError(f"last must be from 1 to the {x.shape[1]} tokens there are, got {last}")
+        asking = x if last is None else x[:, x.shape[1] - last :]
+        asked, looked_at = (self.query, *self.scaler.projections()), (self.key, self.value)
         # Small products leave a GPU half idle. A layer put in the place of one of ours is called as it is.
-        at_once = x.is_cuda and all(type(layer) is nn.Linear for layer in layers)
-        projected = joint_projection(layers, x) if at_once else [layer(x) for layer in layers]
-        q, k, v = (self._split(part) for part in projected[:3])  # (B, H, T, D), (B, H_kv, T, D) twice
-        scaling = partial(self.scaler, x, projected=projected[3:]) if projected[3:] else partial(self.scaler, x)
+        at_once = x.is_cuda and all(type(layer) is nn.Linear for layer in (*asked, *looked_at))
+        if at_once and last is None:
+            (*of_asking, key, value) = joint_projection((*asked, *looked_at), x)
+        elif at_once:
+            of_asking, (key, value) = joint_projection(asked, asking), joint_projection(looked_at, x)
+        else:
+            of_asking, (key, value) = [layer(asking) for layer in asked], [layer(x) for layer in looked_at]
+        q, k, v = (self._split(part) for part in (of_asking[0], key, value))  # (B, H, T, D), (B, H_kv, T, D) twice
+        scaling = (
+            partial(self.scaler, asking, projected=of_asking[1:]) if of_asking[1:] else partial(self.scaler, asking)
+        )
         # Under autocast a norm may answer in float32; the three must agree.
         q, k = self.query_norm(q).to(v.dtype), self.key_norm(k).to(v.dtype)
         positions = (
             torch.arange(x.shape[1], device=x.device) if cache is None else cache.own_positions(x.shape[1], x.device)
         )
-        q, k = self.position.rotate(q, positions), self.position.rotate(k, positions)
+        of_queries = positions if last is None else positions[..., x.shape[1] - last :]
+        q, k = self.position.rotate(q, of_queries), self.position.rotate(k, positions)
         if cache is not None:
             k, v, documents = cache.append(k, v, documents)
             if self._is_decoding(q, k, v, cache, documents):
-                n = (positions + 1).expand(len(q), -1)
+                n = (of_queries + 1).expand(len(q), -1)
                 out = self._decode(self._scaled(q, scaling, lambda: n), k, v, cache)
                 return self.output(out.transpose(1, 2).flatten(2))
             if cache.starts is not None:

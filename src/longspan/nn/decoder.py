@@ -83,13 +83,21 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         caches: list[KVCache] | None = None,
         only: Tensor | None = None,
+        last: int | None = None,
     ) -> Tensor:
-        """`lengths`, `documents`: see `Attention`. `only`: the time indices whose logits are wanted, all by default."""
+        """`lengths`, `documents`: see `Attention`.
+
+        Args:
+            only: the time indices whose logits are wanted, all by default.
+            last: how many of the last tokens they lie among. The last block then leaves out the others, but as keys.
+        """
         x = self.embed(tokens) * self.config.dim**0.5  # (B, T, D)
         layers: Sequence[KVCache | None] = [None] * len(self.blocks) if caches is None else caches
-        for block, cache in zip(self.blocks, layers, strict=True):
-            x = block(x, lengths=lengths, documents=documents, cache=cache)
-        x = x if only is None else x[:, only]
+        for index, (block, cache) in enumerate(zip(self.blocks, layers, strict=True), start=1):
+            of_block = last if index == len(self.blocks) else None
+            x = block(x, lengths=lengths, documents=documents, cache=cache, last=of_block)
+        if only is not None:
+            x = x[:, only - (tokens.shape[1] - x.shape[1])]
         return self.output(self.norm(x))  # (B, T, V)
 
     def new_caches(self) -> list[KVCache]:
@@ -109,9 +117,19 @@ class Block(nn.Module):
         self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
-    def forward(self, x: Tensor, *, lengths: Tensor | None, documents: Tensor | None, cache: KVCache | None) -> Tensor:
-        attended = self.attention(self.before_attention(x), lengths=lengths, documents=documents, cache=cache)
-        x = x + self.after_attention(attended)
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lengths: Tensor | None,
+        documents: Tensor | None,
+        cache: KVCache | None,
+        last: int | None = None,
+    ) -> Tensor:
+        attended = self.attention(
+            self.before_attention(x), lengths=lengths, documents=documents, cache=cache, last=last
+        )
+        x = (x if last is None else x[:, x.shape[1] - last :]) + self.after_attention(attended)
         h = self.before_mlp(x)
         return x + self.after_mlp(self.down(nn.functional.gelu(self.gate(h), approximate="tanh") * self.up(h)))
 

@@ -82,8 +82,7 @@ def generate(
     tokens, new = [prompt], prompt
     finished = torch.zeros(len(prompt), 1, dtype=torch.bool, device=prompt.device)
     for _ in range(most):
-        last = torch.tensor([new.shape[1] - 1], device=prompt.device)
-        logits = model(new, caches=caches, only=last)  # (B, 1, V)
+        logits = model(new, caches=caches, last=1)  # (B, 1, V)
         new = logits.argmax(-1) if sampling is None else sampling.draw(logits[:, -1], generator)  # (B, 1)
         if stop is not None:
             new = torch.where(finished, stop, new)

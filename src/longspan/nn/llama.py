@@ -84,10 +84,13 @@ class Llama(nn.Module):
         documents: Tensor | None = None,
         caches: list[KVCache] | None = None,
         only: Tensor | None = None,
+        last: int | None = None,
     ) -> Tensor:
-        """`lengths`, `documents`: see `Attention`. `only`: the time indices whose logits are wanted, all by default."""
-        x = self.features(tokens, lengths=lengths, documents=documents, caches=caches)
-        return self.output(x if only is None else x[:, only])  # (B, T, V)
+        """`lengths`, `documents`: see `Attention`; `only`, `last`: see `Decoder`."""
+        x = self.features(tokens, lengths=lengths, documents=documents, caches=caches, last=last)
+        if only is not None:
+            x = x[:, only - (tokens.shape[1] - x.shape[1])]
+        return self.output(x)  # (B, T, V)
 
     def features(
         self,
@@ -96,12 +99,14 @@ class Llama(nn.Module):
         lengths: Tensor | None = None,
         documents: Tensor | None = None,
         caches: list[KVCache] | None = None,
+        last: int | None = None,
     ) -> Tensor:
         """What the output layer reads, (batch, time, dim): for those who want the logits piece by piece."""
         x = self.embed(tokens)  # (B, T, D)
         layers: Sequence[KVCache | None] = [None] * len(self.blocks) if caches is None else caches
-        for block, cache in zip(self.blocks, layers, strict=True):
-            x = block(x, lengths=lengths, documents=documents, cache=cache)
+        for index, (block, cache) in enumerate(zip(self.blocks, layers, strict=True), start=1):
+            of_block = last if index == len(self.blocks) else None
+            x = block(x, lengths=lengths, documents=documents, cache=cache, last=of_block)
         return self.norm(x)
 
     def new_caches(self) -> list[KVCache]:
@@ -120,8 +125,19 @@ class Block(nn.Module):
         self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
-    def forward(self, x: Tensor, *, lengths: Tensor | None, documents: Tensor | None, cache: KVCache | None) -> Tensor:
-        x = x + self.attention(self.before_attention(x), lengths=lengths, documents=documents, cache=cache)
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lengths: Tensor | None,
+        documents: Tensor | None,
+        cache: KVCache | None,
+        last: int | None = None,
+    ) -> Tensor:
+        attended = self.attention(
+            self.before_attention(x), lengths=lengths, documents=documents, cache=cache, last=last
+        )
+        x = (x if last is None else x[:, x.shape[1] - last :]) + attended
         h = self.before_mlp(x)
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 

@@ -53,7 +53,7 @@ class Trainer:
         self.generator = torch.Generator(self.device)
         self._sums = torch.zeros(4, device=self.device)  # loss, right, tokens, gradient norm
         self._since = 0
-        self._columns: dict[int, Tensor] = {}
+        self._columns: dict[int, tuple[Tensor, int]] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Batch]] = {}
         self._judge = judged
         self._ahead: tuple[int, int, Batch] | None = None  # a step, its length and its batch, drawn beforehand
@@ -105,15 +105,15 @@ class Trainer:
         self._sums.zero_()
         return Metrics(loss / steps, right / max(tokens, 1), norm / steps)
 
-    def _loss(self, tokens: Tensor, targets: Tensor, mask: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    def _loss(self, tokens: Tensor, targets: Tensor, mask: Tensor, columns: Tensor, last: int) -> tuple[Tensor, Tensor]:
         """The mean loss and the number of right answers over the positions that count, all in `columns`."""
         bf16 = self.config.precision == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            logits = self.model(tokens, only=columns)
+            logits = self.model(tokens, only=columns, last=last)
         return self._judge(logits, targets[:, columns], mask[:, columns])
 
     def _update(self, length: int, batch: Batch) -> None:
-        loss, right = self._loss(*batch, self._counted_columns(length, batch))
+        loss, right = self._loss(*batch, *self._counted_columns(length, batch))
         names, parameters = zip(*self.model.named_parameters(), strict=True)
         gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
         norm = self.optimizer.step(gradients)
@@ -149,10 +149,14 @@ class Trainer:
         """One memory pool for all graphs: only one runs at a time."""
         return next(iter(self._graphs.values()))[0].pool() if self._graphs else None
 
-    def _counted_columns(self, length: int, batch: Batch) -> Tensor:
-        """The time indices where any row of this length counts; the same for every batch of a length."""
+    def _counted_columns(self, length: int, batch: Batch) -> tuple[Tensor, int]:
+        """The time indices where any row of this length counts, and how many there are from the first of them on.
+
+        They are the same for every batch of a length.
+        """
         if length not in self._columns:
-            self._columns[length] = batch.mask.any(0).nonzero().squeeze(1)
+            columns = batch.mask.any(0).nonzero().squeeze(1)
+            self._columns[length] = columns, batch.mask.shape[1] - int(columns[0])
         return self._columns[length]
 
     def checkpoint(self) -> Checkpoint:
