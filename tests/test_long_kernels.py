@@ -88,8 +88,29 @@ def plain(call: dict[str, Any]) -> dict[str, Tensor]:
     return {"out": out.detach(), **gradients(out, call)}
 
 
+def errors_of_plain_torch(call: dict[str, Any], exact: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The largest errors of `plain`.
+
+    Above alpha 2 they hang on how the scores of one or two keys next to a threshold are rounded, so they are the
+    largest of several orders in which the products of a score can be added.
+    """
+    width = call["q"].shape[3]
+    orders = [torch.arange(width), torch.arange(width - 1, -1, -1)]
+    orders += [torch.randperm(width, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    errors: dict[str, Tensor] = {}
+    for order in orders if call["alpha"] > 2 else orders[:1]:
+        shuffled = {key: call[key][..., order].detach().requires_grad_() for key in ("q", "k")}
+        back = order.argsort()
+        for key, value in plain(call | shuffled).items():
+            found = value[..., back] if key in shuffled else value
+            error = (found.double() - exact[key]).abs().max()
+            errors[key] = torch.maximum(errors[key], error) if key in errors else error
+    return errors
+
+
 def assert_as_close_as_plain_torch(call: dict[str, Any], slack: float = 1.0) -> None:
-    exact, dense, found = oracle(in_float64(call)), plain(call), ours(call)
+    exact, found = oracle(in_float64(call)), ours(call)
+    dense = errors_of_plain_torch(call, exact)
     dtype, alpha = call["q"].dtype, call["alpha"]
     rounding = slack * torch.finfo(dtype).eps * 6
     if alpha > 1.5 and alpha != 2:  # an ulp of the threshold moves a small gain, or a small weight, by its root
@@ -105,7 +126,7 @@ def assert_as_close_as_plain_torch(call: dict[str, Any], slack: float = 1.0) -> 
     for key, value in exact.items():
         error = (found[key].double() - value).abs().max()
         size = max(1.0, float(value.abs().max()), float(weigh.get(key, value).detach().abs().max()))
-        tolerance = 3 * (dense[key].double() - value).abs().max() + rounding * size
+        tolerance = 3 * dense[key] + rounding * size
         assert error <= tolerance, f"{key}: {error:.3g} > {tolerance:.3g}"
 
 

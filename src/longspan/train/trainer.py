@@ -53,7 +53,7 @@ class Trainer:
         self.generator = torch.Generator(self.device)
         self._sums = torch.zeros(4, device=self.device)  # loss, right, tokens, gradient norm
         self._since = 0
-        self._columns: dict[int, tuple[Tensor, int]] = {}
+        self._columns: dict[int, tuple[Tensor, int | None]] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Batch]] = {}
         self._judge = judged
         self._ahead: tuple[int, int, Batch] | None = None  # a step, its length and its batch, drawn beforehand
@@ -105,7 +105,9 @@ class Trainer:
         self._sums.zero_()
         return Metrics(loss / steps, right / max(tokens, 1), norm / steps)
 
-    def _loss(self, tokens: Tensor, targets: Tensor, mask: Tensor, columns: Tensor, last: int) -> tuple[Tensor, Tensor]:
+    def _loss(
+        self, tokens: Tensor, targets: Tensor, mask: Tensor, columns: Tensor, last: int | None
+    ) -> tuple[Tensor, Tensor]:
         """The mean loss and the number of right answers over the positions that count, all in `columns`."""
         bf16 = self.config.precision == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
@@ -149,14 +151,15 @@ class Trainer:
         """One memory pool for all graphs: only one runs at a time."""
         return next(iter(self._graphs.values()))[0].pool() if self._graphs else None
 
-    def _counted_columns(self, length: int, batch: Batch) -> tuple[Tensor, int]:
-        """The time indices where any row of this length counts, and how many there are from the first of them on.
+    def _counted_columns(self, length: int, batch: Batch) -> tuple[Tensor, int | None]:
+        """The time indices where any row of this length counts, and how many there are from the first on, None for all.
 
         They are the same for every batch of a length.
         """
         if length not in self._columns:
             columns = batch.mask.any(0).nonzero().squeeze(1)
-            self._columns[length] = columns, batch.mask.shape[1] - int(columns[0])
+            first = int(columns[0])
+            self._columns[length] = columns, batch.mask.shape[1] - first if first else None
         return self._columns[length]
 
     def checkpoint(self) -> Checkpoint:
