@@ -33,7 +33,7 @@ class HubAttention(Attention):
     index: int  # of the layer
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, *, lengths: None = None, documents: None = None, cache: Pass
+        self, x: Tensor, *, lengths: None = None, documents: None = None, cache: Pass, last: None = None
     ) -> Tensor:
         q, k, v = (self._split(layer(x)) for layer in (self.query, self.key, self.value))
         q, k = self.query_norm(q).to(v.dtype), self.key_norm(k).to(v.dtype)
