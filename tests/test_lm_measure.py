@@ -118,9 +118,8 @@ class Oracle(nn.Module):
         self.said = -1
         return []
 
-    def forward(
-        self, tokens: Tensor, *, caches: list[KVCache], only: Tensor, documents: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, *, caches: list[KVCache], last: int, documents: Tensor | None = None) -> Tensor:
+        assert last == 1
         self.said += 1
         if self.said == 0:
             self.reply = self.answers(tokens)
