@@ -104,19 +104,9 @@ class Attention(nn.Module):
         if last is not None and not 1 <= last <= x.shape[1]:
             raise ValueError(f"last must be from 1 to the {x.shape[1]} tokens there are, got {last}")
         asking = x if last is None else x[:, x.shape[1] - last :]
-        asked, looked_at = (self.query, *self.scaler.projections()), (self.key, self.value)
-        # Small products leave a GPU half idle. A layer put in the place of one of ours is called as it is.
-        at_once = x.is_cuda and all(type(layer) is nn.Linear for layer in (*asked, *looked_at))
-        if at_once and last is None:
-            (*of_asking, key, value) = joint_projection((*asked, *looked_at), x)
-        elif at_once:
-            of_asking, (key, value) = joint_projection(asked, asking), joint_projection(looked_at, x)
-        else:
-            of_asking, (key, value) = [layer(asking) for layer in asked], [layer(x) for layer in looked_at]
-        q, k, v = (self._split(part) for part in (of_asking[0], key, value))  # (B, H, T, D), (B, H_kv, T, D) twice
-        scaling = (
-            partial(self.scaler, asking, projected=of_asking[1:]) if of_asking[1:] else partial(self.scaler, asking)
-        )
+        (query, *for_scaler), (key, value) = self._projected(asking, x)
+        q, k, v = (self._split(part) for part in (query, key, value))  # (B, H, T, D), (B, H_kv, T, D) twice
+        scaling = partial(self.scaler, asking, projected=for_scaler) if for_scaler else partial(self.scaler, asking)
         # Under autocast a norm may answer in float32; the three must agree.
         q, k = self.query_norm(q).to(v.dtype), self.key_norm(k).to(v.dtype)
         positions = (
@@ -136,6 +126,17 @@ class Attention(nn.Module):
         count = partial(visible_tokens, rules, q.shape[2], k.shape[2], len(q), q.device)
         out = self._attend(self._scaled(q, scaling, count), k, v, rules)  # (B, H, T, D)
         return self.output(out.transpose(1, 2).flatten(2))
+
+    def _projected(self, asking: Tensor, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """What is made of the tokens that ask, for the queries and the scaler, and of all, keys and values."""
+        asked, looked_at = [self.query, *self.scaler.projections()], [self.key, self.value]
+        # Small products leave a GPU half idle. A layer put in the place of one of ours is called as it is.
+        if not x.is_cuda or any(type(layer) is not nn.Linear for layer in (*asked, *looked_at)):
+            return [layer(asking) for layer in asked], [layer(x) for layer in looked_at]
+        if asking is not x:
+            return joint_projection(asked, asking), joint_projection(looked_at, x)
+        parts = joint_projection([*asked, *looked_at], x)
+        return parts[:-2], parts[-2:]
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
