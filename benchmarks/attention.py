@@ -45,6 +45,8 @@ def workload(kind: str, length: int, dim: int, seed: int = 0) -> tuple[list[Tens
     q, k, v = (torch.randn(batch, HEADS, length, dim, device="cuda", generator=generator) for _ in range(3))
     if kind != "random":
         topics = int(kind.removeprefix("topics")) if kind != "nape" else 16
+        if not 1 <= topics <= dim:
+            raise ValueError(f"{kind}: heads of {dim} have room for 1 to {dim} topics")
         directions = torch.linalg.qr(torch.randn(dim, dim, device="cuda", generator=generator))[0][:topics]
         of_block = torch.randint(topics, (batch, HEADS, math.ceil(length / BLOCK)), device="cuda", generator=generator)
         of_token = of_block.repeat_interleave(BLOCK, -1)[..., :length]

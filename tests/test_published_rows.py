@@ -1,11 +1,10 @@
 """What stands in `results/`: every row's name makes the run it comes from, today too."""
 
-from dataclasses import replace
 from pathlib import Path
 
-from longspan.paper.recipes import recipe
+from longspan.paper.names import config_named, parse_name
 from longspan.results import Row, read_rows
-from longspan.train.config import edited, fingerprint
+from longspan.train.config import fingerprint
 
 FOLDER = Path(__file__).parent.parent / "results"
 
@@ -14,9 +13,7 @@ def test_the_name_of_a_row_is_still_its_run() -> None:
     """A recipe may change; the rows made by the old one then get the edits that make it what it was."""
     rows: list[Row] = [row for path in sorted(FOLDER.glob("*.jsonl")) for row in read_rows(path) if "config" in row]
     assert rows
-    for name, seed, config in {(row["recipe"], row["seed"], row["config"]) for row in rows}:
-        base, *edits = name.split("+")
-        run = replace(recipe(base), seed=seed)
-        for edit in edits:
-            run = edited(run, *edit.split("=", 1))
-        assert fingerprint(run) == config, name
+    for text, seed, config in {(row["recipe"], row["seed"], row["config"]) for row in rows}:
+        name = parse_name(text)
+        assert name is not None, text
+        assert fingerprint(config_named(name, seed)) == config, text

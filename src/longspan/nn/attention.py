@@ -26,6 +26,15 @@ def width_of_head(dim: int, num_heads: int) -> int:
     return dim // num_heads
 
 
+def last_tokens(x: Tensor, last: int | None) -> Tensor:
+    """The last tokens of x (batch, time, dim); x itself where that is all."""
+    if last is None or last == x.shape[1]:
+        return x
+    if not 1 <= last < x.shape[1]:
+        raise ValueError(f"last must be from 1 to the {x.shape[1]} tokens there are, got {last}")
+    return x[:, x.shape[1] - last :]
+
+
 def joint_projection(layers: Sequence[nn.Linear], x: Tensor) -> list[Tensor]:
     """What every layer makes of x, by one product."""
     weight = torch.cat([layer.weight for layer in layers])
@@ -101,9 +110,7 @@ class Attention(nn.Module):
         """
         if cache is not None and (lengths is not None or not self.causal):
             raise ValueError("a cache needs causal attention and no right padding: pad on the left with `documents`")
-        if last is not None and not 1 <= last <= x.shape[1]:
-            raise ValueError(f"last must be from 1 to the {x.shape[1]} tokens there are, got {last}")
-        asking = x if last is None else x[:, x.shape[1] - last :]
+        asking = last_tokens(x, last)
         (query, *for_scaler), (key, value) = self._projected(asking, x)
         q, k, v = (self._split(part) for part in (query, key, value))  # (B, H, T, D), (B, H_kv, T, D) twice
         scaling = partial(self.scaler, asking, projected=for_scaler) if for_scaler else partial(self.scaler, asking)
@@ -112,7 +119,7 @@ class Attention(nn.Module):
         positions = (
             torch.arange(x.shape[1], device=x.device) if cache is None else cache.own_positions(x.shape[1], x.device)
         )
-        of_queries = positions if last is None else positions[..., x.shape[1] - last :]
+        of_queries = positions[..., x.shape[1] - asking.shape[1] :]
         q, k = self.position.rotate(q, of_queries), self.position.rotate(k, positions)
         if cache is not None:
             k, v, documents = cache.append(k, v, documents)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from longspan.nn.attention import Attention
+from longspan.nn.attention import Attention, last_tokens
 from longspan.nn.cache import KVCache
 from longspan.nn.methods import build_attention
 from longspan.nn.norm import HeadNorm, RMSNorm
@@ -92,10 +92,7 @@ class Decoder(nn.Module):
             last: how many of the last tokens they lie among. The last block then leaves out the others, but as keys.
         """
         x = self.embed(tokens) * self.config.dim**0.5  # (B, T, D)
-        layers: Sequence[KVCache | None] = [None] * len(self.blocks) if caches is None else caches
-        for index, (block, cache) in enumerate(zip(self.blocks, layers, strict=True), start=1):
-            of_block = last if index == len(self.blocks) else None
-            x = block(x, lengths=lengths, documents=documents, cache=cache, last=of_block)
+        x = through(self.blocks, x, caches, last, lengths=lengths, documents=documents)
         if only is not None:
             x = x[:, only - (tokens.shape[1] - x.shape[1])]
         return self.output(self.norm(x))  # (B, T, V)
@@ -103,6 +100,16 @@ class Decoder(nn.Module):
     def new_caches(self) -> list[KVCache]:
         """Empty caches, one per layer."""
         return [KVCache() for _ in self.blocks]
+
+
+def through(
+    blocks: nn.ModuleList, x: Tensor, caches: Sequence[KVCache] | None, last: int | None, **options: Any
+) -> Tensor:
+    """What the blocks make of x one after the other, the last block of the last tokens alone."""
+    layers: Sequence[KVCache | None] = [None] * len(blocks) if caches is None else caches
+    for index, (block, cache) in enumerate(zip(blocks, layers, strict=True), start=1):
+        x = block(x, cache=cache, last=last if index == len(blocks) else None, **options)
+    return x
 
 
 class Block(nn.Module):
@@ -117,19 +124,10 @@ class Block(nn.Module):
         self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        lengths: Tensor | None,
-        documents: Tensor | None,
-        cache: KVCache | None,
-        last: int | None = None,
-    ) -> Tensor:
-        attended = self.attention(
-            self.before_attention(x), lengths=lengths, documents=documents, cache=cache, last=last
-        )
-        x = (x if last is None else x[:, x.shape[1] - last :]) + self.after_attention(attended)
+    def forward(self, x: Tensor, *, last: int | None = None, **options: Any) -> Tensor:
+        """(batch, time, dim), or of the last tokens alone; `options`: of the attention."""
+        attended = self.attention(self.before_attention(x), last=last, **options)
+        x = last_tokens(x, last) + self.after_attention(attended)
         h = self.before_mlp(x)
         return x + self.after_mlp(self.down(nn.functional.gelu(self.gate(h), approximate="tanh") * self.up(h)))
 

@@ -1,14 +1,13 @@
 """The language model of the paper, after LLaMA 3: RMS norm before each sublayer, SwiGLU, no biases, untied output."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from longspan.nn.attention import Attention
+from longspan.nn.attention import Attention, last_tokens
 from longspan.nn.cache import KVCache
-from longspan.nn.decoder import AttentionConfig, DecoderConfig, attention_of
+from longspan.nn.decoder import AttentionConfig, DecoderConfig, attention_of, through
 from longspan.nn.norm import RMSNorm
 from longspan.nn.positions import RoPE
 
@@ -103,10 +102,7 @@ class Llama(nn.Module):
     ) -> Tensor:
         """What the output layer reads, (batch, time, dim): for those who want the logits piece by piece."""
         x = self.embed(tokens)  # (B, T, D)
-        layers: Sequence[KVCache | None] = [None] * len(self.blocks) if caches is None else caches
-        for index, (block, cache) in enumerate(zip(self.blocks, layers, strict=True), start=1):
-            of_block = last if index == len(self.blocks) else None
-            x = block(x, lengths=lengths, documents=documents, cache=cache, last=of_block)
+        x = through(self.blocks, x, caches, last, lengths=lengths, documents=documents)
         return self.norm(x)
 
     def new_caches(self) -> list[KVCache]:
@@ -125,19 +121,9 @@ class Block(nn.Module):
         self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        lengths: Tensor | None,
-        documents: Tensor | None,
-        cache: KVCache | None,
-        last: int | None = None,
-    ) -> Tensor:
-        attended = self.attention(
-            self.before_attention(x), lengths=lengths, documents=documents, cache=cache, last=last
-        )
-        x = (x if last is None else x[:, x.shape[1] - last :]) + attended
+    def forward(self, x: Tensor, *, last: int | None = None, **options: Any) -> Tensor:
+        """(batch, time, dim), or of the last tokens alone; `options`: of the attention."""
+        x = last_tokens(x, last) + self.attention(self.before_attention(x), last=last, **options)
         h = self.before_mlp(x)
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longspan.nn.decoder import Decoder
 from longspan.tasks import get_task
-from longspan.tasks.base import Batch, stream_seed
+from longspan.tasks.base import Batch, counted_columns, stream_seed
 from longspan.train.checkpoint import Checkpoint
 from longspan.train.config import RunConfig, check, fingerprint, from_json, to_json
 from longspan.train.noise import NoiseGate
@@ -53,7 +53,7 @@ class Trainer:
         self.generator = torch.Generator(self.device)
         self._sums = torch.zeros(4, device=self.device)  # loss, right, tokens, gradient norm
         self._since = 0
-        self._columns: dict[int, tuple[Tensor, int | None]] = {}
+        self._columns: dict[int, tuple[Tensor, int]] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Batch]] = {}
         self._judge = judged
         self._ahead: tuple[int, int, Batch] | None = None  # a step, its length and its batch, drawn beforehand
@@ -105,9 +105,7 @@ class Trainer:
         self._sums.zero_()
         return Metrics(loss / steps, right / max(tokens, 1), norm / steps)
 
-    def _loss(
-        self, tokens: Tensor, targets: Tensor, mask: Tensor, columns: Tensor, last: int | None
-    ) -> tuple[Tensor, Tensor]:
+    def _loss(self, tokens: Tensor, targets: Tensor, mask: Tensor, columns: Tensor, last: int) -> tuple[Tensor, Tensor]:
         """The mean loss and the number of right answers over the positions that count, all in `columns`."""
         bf16 = self.config.precision == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
@@ -151,15 +149,10 @@ class Trainer:
         """One memory pool for all graphs: only one runs at a time."""
         return next(iter(self._graphs.values()))[0].pool() if self._graphs else None
 
-    def _counted_columns(self, length: int, batch: Batch) -> tuple[Tensor, int | None]:
-        """The time indices where any row of this length counts, and how many there are from the first on, None for all.
-
-        They are the same for every batch of a length.
-        """
+    def _counted_columns(self, length: int, batch: Batch) -> tuple[Tensor, int]:
+        """The columns that count; the same for every batch of a length."""
         if length not in self._columns:
-            columns = batch.mask.any(0).nonzero().squeeze(1)
-            first = int(columns[0])
-            self._columns[length] = columns, batch.mask.shape[1] - first if first else None
+            self._columns[length] = counted_columns(batch.mask)
         return self._columns[length]
 
     def checkpoint(self) -> Checkpoint:
