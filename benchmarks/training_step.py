@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["mqmtar", "reverse", "copy", "sort", "2back"])
     parser.add_argument("--methods", nargs="+", default=["softmax", "asentmax"])
     parser.add_argument("--optimizers", nargs="+", default=["adamw", "muon"])
-    parser.add_argument("--no-plain", action="store_true", help="Time ours alone: the plain step compiles for minutes.")
+    parser.add_argument("--plain", nargs="*", help="Methods to time the plain step of: it compiles for minutes. All.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/training_step.jsonl"))
@@ -122,7 +122,7 @@ def main() -> None:
         for method in arguments.methods:
             config = recipe(f"paper/{task}/nape/{method}")
             torch._dynamo.reset()
-            plain = None if arguments.no_plain else plain_step(config)
+            plain = plain_step(config) if arguments.plain is None or method in arguments.plain else None
             for name in arguments.optimizers:
                 begun = time.perf_counter()
                 trainer = Trainer(replace(config, optimizer=replace(config.optimizer, name=name)), "cuda")
