@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from longspan.nn import METHODS, POSITIONS, Adaptive, Attention, Entmax, RoPE, TopK, exponential_slopes, linear_slopes
 from longspan.nn.decoder import AttentionConfig, Block, Decoder, DecoderConfig, attention_of
+from longspan.nn.embedding import LookUp
 from longspan.nn.norm import HeadNorm
 from longspan.paper.recipes import recipe
 
@@ -287,3 +288,14 @@ def test_noise_is_for_training_and_for_the_heads_named(heads_with_noise: str, qu
     assert not noise[:, :quiet].any()
     for head in range(quiet, 4):
         assert float(noise[:, head].std()) == pytest.approx(0.5 * 2.0, rel=0.05)
+
+
+def test_the_gradient_of_an_embedding_by_a_product_is_that_of_a_sum_over_tokens() -> None:
+    weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    read = torch.tensor([[4, 0, 0, 2], [1, 0, 4, 4]])  # 3 is not read
+    gradient = torch.randn(2, 4, 3, dtype=torch.float64)
+    by_product, by_sum = LookUp.apply(read, weight), nn.functional.embedding(read, weight)
+    assert torch.equal(by_product, by_sum)
+    (found,), (expected,) = (torch.autograd.grad(out, weight, gradient) for out in (by_product, by_sum))
+    torch.testing.assert_close(found, expected)
+    assert not found[3].any()

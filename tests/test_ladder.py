@@ -88,12 +88,11 @@ class Oracle(torch.nn.Module):
         self.batches = ladder._batches(task, length, 128, "test", ladder._CPU_TOKENS // task.time(length))
         self.wrong, self.vocabulary = wrong, task.vocabulary
 
-    def forward(self, tokens: torch.Tensor, only: torch.Tensor, last: int) -> torch.Tensor:
-        assert last == tokens.shape[1] - only[0]
+    def forward(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
         batch = next(self.batches)
         assert torch.equal(batch.tokens, tokens)
         said = torch.where(self.wrong(batch.mask), (batch.targets + 1) % self.vocabulary, batch.targets)
-        return torch.nn.functional.one_hot(said, self.vocabulary)[:, only].float()
+        return torch.nn.functional.one_hot(said, self.vocabulary)[:, -last:].float()
 
 
 def _rows(mask: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from longspan.evaluate import ladder
 from longspan.evaluate.ladder import measure
 from longspan.paper.recipes import recipe, smoke
 from longspan.tasks.base import PURPOSES, stream_seed
-from longspan.train.trainer import Trainer, model_of
+from longspan.train.trainer import Trainer, judged, model_of
 
 
 def test_a_batch_is_a_function_of_the_seed_and_the_step() -> None:
@@ -111,6 +111,35 @@ def test_bfloat16_training_keeps_float32_weights() -> None:
     rough, fine = rough_one.metrics().loss, fine_one.metrics().loss
     assert rough == pytest.approx(fine, rel=0.02)
     assert rough != fine
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_copies_in_bfloat16_change_no_number() -> None:
+    """Loss and gradients are those of autocast over the float32 weights, to the last bit, also after a resumption."""
+    trainer = Trainer(tiny(precision="bfloat16"))
+    assert trainer.worker is not trainer.model
+    for _ in range(3):
+        trainer.advance()
+    resumed = Trainer(trainer.config)
+    resumed.restore(trainer.checkpoint())
+    for each in (trainer, resumed):
+        length, batch = each.draw(7)
+        last = each._tail(length, batch)
+        loss, _ = each._loss(*batch, last)
+        assert each.copies is not None
+        parameters = dict(each.worker.named_parameters())
+        assert parameters["blocks.0.gate.weight"].dtype == torch.bfloat16
+        assert parameters["embed.weight"] is each.model.embed.weight
+        gradients = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+        found = each.copies.full(gradients)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = each.model(batch.tokens, last=last)
+        expected_loss, _ = judged(logits, batch.targets[:, -last:], batch.mask[:, -last:])
+        expected = torch.autograd.grad(expected_loss, list(each.model.parameters()))
+        assert torch.equal(loss, expected_loss)
+        for (name, _), gradient in zip(each.model.named_parameters(), expected, strict=True):
+            assert found[name].dtype == torch.float32
+            assert torch.equal(found[name], gradient), name
 
 
 def test_a_smoke_run_learns() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from longspan.nn.decoder import Decoder
 from longspan.results import Row, now, provenance, read_rows
-from longspan.tasks.base import Batch, Task, counted_columns, stream_seed
+from longspan.tasks.base import Batch, Task, counted_tail, stream_seed
 from longspan.train.config import RunConfig, fingerprint
 
 VALIDATION_MULTIPLES = (1, 2, 4, 8)  # of the longest training length; nothing longer may decide anything
@@ -88,10 +88,10 @@ def _counts(
     exact = right = counted = 0
     for batch in batches:
         tokens, targets, mask = (part.to(device) for part in batch)
-        columns, last = counted_columns(mask)
+        last = counted_tail(mask)
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            guesses = model(tokens, only=columns, last=last).argmax(-1)
-        hits, mask = guesses == targets[:, columns], mask[:, columns]
+            guesses = model(tokens, last=last).argmax(-1)
+        hits, mask = guesses == targets[:, -last:], mask[:, -last:]
         exact += int((hits | ~mask).all(1).sum())
         right += int((hits & mask).sum())
         counted += int(mask.sum())

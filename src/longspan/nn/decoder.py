@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from longspan.nn.attention import Attention, last_tokens
 from longspan.nn.cache import KVCache
+from longspan.nn.embedding import Embedding
 from longspan.nn.methods import build_attention
 from longspan.nn.norm import HeadNorm, RMSNorm
 from longspan.nn.normalizers import Entmax, Normalizer, TopK
@@ -66,7 +67,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocabulary, config.dim)
+        self.embed = Embedding(config.vocabulary, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim)
         self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
@@ -91,11 +92,20 @@ class Decoder(nn.Module):
             only: the time indices whose logits are wanted, all by default.
             last: how many of the last tokens they lie among. The last block then leaves out the others, but as keys.
         """
-        x = self.embed(tokens) * self.config.dim**0.5  # (B, T, D)
-        x = through(self.blocks, x, caches, last, lengths=lengths, documents=documents)
+        x = self.hidden(tokens, caches=caches, last=last, lengths=lengths, documents=documents)
         if only is not None:
             x = x[:, only - (tokens.shape[1] - x.shape[1])]
-        return self.output(self.norm(x))  # (B, T, V)
+        return self.logits(x)  # (B, T, V)
+
+    def hidden(
+        self, tokens: Tensor, *, caches: list[KVCache] | None = None, last: int | None = None, **options: Any
+    ) -> Tensor:
+        """What the last block says of every token, or of the last ones, (batch, time, dim)."""
+        return through(self.blocks, self.embed(tokens) * self.config.dim**0.5, caches, last, **options)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the output reads from it."""
+        return self.output(self.norm(hidden))
 
     def new_caches(self) -> list[KVCache]:
         """Empty caches, one per layer."""

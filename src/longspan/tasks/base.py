@@ -135,10 +135,9 @@ def classification_batch(tokens: Tensor, targets: Tensor) -> Batch:
     return Batch(tokens, targets, torch.ones_like(tokens, dtype=torch.bool))
 
 
-def counted_columns(mask: Tensor) -> tuple[Tensor, int]:
-    """The time indices where any row of a mask (batch, time) counts, and how many there are from the first on."""
-    columns = mask.any(0).nonzero().squeeze(1)
-    return columns, mask.shape[1] - int(columns[0])
+def counted_tail(mask: Tensor) -> int:
+    """How many of the last positions of a mask (batch, time) hold all that count."""
+    return mask.shape[1] - int(mask.any(0).nonzero()[0])
 
 
 def stream_seed(purpose: Purpose, seed: int, index: int = 0) -> int:

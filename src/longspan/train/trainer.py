@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from longspan.nn.decoder import Decoder
 from longspan.tasks import get_task
-from longspan.tasks.base import Batch, counted_columns, stream_seed
+from longspan.tasks.base import Batch, counted_tail, stream_seed
 from longspan.train.checkpoint import Checkpoint
 from longspan.train.config import RunConfig, check, fingerprint, from_json, to_json
+from longspan.train.copies import LowCopies
 from longspan.train.noise import NoiseGate
 from longspan.train.optimizers import Optimizer
 
@@ -42,6 +43,8 @@ class Trainer:
             self.task.check_length(length)
         torch.manual_seed(config.seed)
         self.model = Decoder(config.model).to(self.device)
+        self.copies = LowCopies(self.model) if config.precision == "bfloat16" else None
+        self.worker = self.model if self.copies is None else self.copies.model  # what computes
         self.optimizer = Optimizer(self.model, config.optimizer)
         self.average = (
             {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
@@ -49,21 +52,21 @@ class Trainer:
             else {}
         )
         self.step = 0
-        self.noise = NoiseGate(config, self.model, self.device)
+        self.noise = NoiseGate(config, self.worker, self.device)
         self.generator = torch.Generator(self.device)
         self._sums = torch.zeros(4, device=self.device)  # loss, right, tokens, gradient norm
         self._since = 0
-        self._columns: dict[int, tuple[Tensor, int]] = {}
+        self._tails: dict[int, int] = {}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Batch]] = {}
-        self._judge = judged
+        self._judge = judged_hidden
         self._ahead: tuple[int, int, Batch] | None = None  # a step, its length and its batch, drawn beforehand
         if self.device.type == "cuda":
             self._aside = torch.cuda.Stream(self.device)
             torch.set_float32_matmul_precision("high")
             # One block is compiled and serves every layer; the whole model as one graph takes minutes to compile.
-            for block in self.model.blocks:
+            for block in self.worker.blocks:
                 block.compile(dynamic=True)
-            self._judge = torch.compile(judged, dynamic=True)
+            self._judge = torch.compile(judged_hidden, dynamic=True)
 
     def advance(self) -> None:
         """Take one step."""
@@ -105,26 +108,29 @@ class Trainer:
         self._sums.zero_()
         return Metrics(loss / steps, right / max(tokens, 1), norm / steps)
 
-    def _loss(self, tokens: Tensor, targets: Tensor, mask: Tensor, columns: Tensor, last: int) -> tuple[Tensor, Tensor]:
-        """The mean loss and the number of right answers over the positions that count, all in `columns`."""
+    def _loss(self, tokens: Tensor, targets: Tensor, mask: Tensor, last: int) -> tuple[Tensor, Tensor]:
+        """The mean loss over the positions that count, all among the last ones, and the counts of `judged`."""
         bf16 = self.config.precision == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            logits = self.model(tokens, only=columns, last=last)
-        return self._judge(logits, targets[:, columns], mask[:, columns])
+            hidden = self.worker.hidden(tokens, last=last)
+            return self._judge(self.worker, hidden, targets[:, -last:], mask[:, -last:])
 
     def _update(self, length: int, batch: Batch) -> None:
-        loss, right = self._loss(*batch, *self._counted_columns(length, batch))
-        names, parameters = zip(*self.model.named_parameters(), strict=True)
+        loss, counts = self._loss(*batch, self._tail(length, batch))
+        names, parameters = zip(*self.worker.named_parameters(), strict=True)
         gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
-        norm = self.optimizer.step(gradients)
-        if self.average:
-            decay = self.config.average
-            assert decay is not None
-            torch._foreach_lerp_(list(self.average.values()), [p.detach() for p in parameters], 1 - decay)
+        norm = self.optimizer.step(gradients if self.copies is None else self.copies.full(gradients))
         with torch.no_grad():
+            if self.copies is not None:
+                self.copies.refresh()
+            if self.average:
+                decay = self.config.average
+                assert decay is not None
+                live = [parameter.detach() for parameter in self.model.parameters()]
+                torch._foreach_lerp_(list(self.average.values()), live, 1 - decay)
             if self.noise:
-                self.noise.take(right / batch.mask.sum())
-            self._sums += torch.stack([loss.detach(), right.float(), batch.mask.sum().float(), norm])
+                self.noise.take(counts[1] / counts[2])
+            self._sums += torch.cat([counts, norm[None]])
 
     def _update_from_graph(self, length: int, batch: Batch) -> None:
         """Replay the graph of this length. The first time the step runs as it is, and is then captured for the next."""
@@ -149,11 +155,11 @@ class Trainer:
         """One memory pool for all graphs: only one runs at a time."""
         return next(iter(self._graphs.values()))[0].pool() if self._graphs else None
 
-    def _counted_columns(self, length: int, batch: Batch) -> tuple[Tensor, int]:
-        """The columns that count; the same for every batch of a length."""
-        if length not in self._columns:
-            self._columns[length] = counted_columns(batch.mask)
-        return self._columns[length]
+    def _tail(self, length: int, batch: Batch) -> int:
+        """How many of the last positions count; the same for every batch of a length."""
+        if length not in self._tails:
+            self._tails[length] = counted_tail(batch.mask)
+        return self._tails[length]
 
     def checkpoint(self) -> Checkpoint:
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
@@ -170,6 +176,8 @@ class Trainer:
         if fingerprint(theirs) != fingerprint(self.config):
             raise ValueError("the checkpoint comes from another config; start a new run to change a field")
         self.model.load_state_dict(_under("model.", checkpoint.tensors))
+        if self.copies is not None:
+            self.copies.refresh()
         for name, tensor in self.average.items():
             tensor.copy_(checkpoint.tensors[f"average.{name}"])
         self.noise.load(_under("noise.", checkpoint.tensors))
@@ -179,10 +187,17 @@ class Trainer:
 
 
 def judged(logits: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean loss and the number of right answers where the mask is set."""
+    """The mean loss where the mask is set; and to add up: that loss, how many answers are right, how many there are."""
     losses = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-    counted = mask.flatten()
-    return (losses * counted).sum() / counted.sum(), ((logits.argmax(-1) == targets) & mask).sum()
+    counted = mask.sum()
+    loss = (losses * mask.flatten()).sum() / counted
+    right = ((logits.argmax(-1) == targets) & mask).sum()
+    return loss, torch.stack([loss.detach(), right.float(), counted.float()])
+
+
+def judged_hidden(model: Decoder, hidden: Tensor, targets: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """`judged` from what the last block says: one function, so that one compilation holds norm, output and loss."""
+    return judged(model.logits(hidden), targets, mask)
 
 
 def learning_rate(step: int, config: RunConfig) -> float:
