@@ -4,8 +4,8 @@ Sizes, samples and lengths are those of the paper's table of task details; warm-
 of the scalers are the released code's where the paper is silent or differs (a warm-up of 20K steps, for instance).
 `longspan/<task>/<position>/<method>` are the same cells by our recipe: Muon, a running average of the weights and far
 fewer steps; for the sparse methods RMS norm on queries and keys, whose small gains make attention start near uniform,
-scales that start at 1 and grow like log n, and on MQMTAR exponential slopes and noise on queries and keys once it is
-learned.
+scales that start at 1 and grow like log n, on MQMTAR, Reverse and Copy noise on queries and keys once the task is
+learned, and on MQMTAR exponential slopes.
 """
 
 from collections.abc import Iterator
@@ -42,12 +42,15 @@ _CELLS = {
     "sort": _Cell(2, 256, 1024, 8, 312_500, 4e-4),
 }
 
-# For the sparse methods, see LOG.md. MQMTAR: windows from 2 tokens to 256, since under 1/h none reaches a query; noise
-# on q and k once it is learned, on all heads, or else those with far windows look up what others should.
+# For the sparse methods, see LOG.md. Noise on q and k once a task is learned asks for the margins, here for the longer
+# contexts to match by, that a longer sequence needs; on all heads, or else some are a quiet place to do without.
+# Heads of 16, as Copy's are, bear half of it. MQMTAR: windows from 2 tokens to 256, as under 1/h none reaches a query.
 _OURS_IF_SPARSE: dict[str, dict[str, Any]] = {
     "mqmtar": {"slopes": "exponential", "qk_noise": 1.0, "qk_noise_on": "all"},
+    "reverse": {"qk_noise": 1.0, "qk_noise_on": "all"},
+    "copy": {"qk_noise": 0.5, "qk_noise_on": "all"},
 }
-_OUR_STEPS = {"mqmtar": 10_000}
+_OUR_STEPS = {"mqmtar": 10_000, "reverse": 10_000, "copy": 10_000}
 
 POSITIONS = {
     "rope": AttentionConfig(position="rope", rope_factor=16.0),
