@@ -91,6 +91,9 @@ BACKWARD: dict[str, dict[str, Any]] = {
     },  # CUDA 12.8's assembler crashed on a loop that was empty
 }  # fmt: skip
 SOLVING = {name: options for name, options in DECODING.items() if not name.startswith("boxes")}
+NARROW = {"BLOCK_D": 32, "BLOCK_DV": 32}
+SHORT: dict[str, dict[str, Any]] = {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}}
+
 KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "survey": (survey.survey_kernel, SPARSE),
     "collect": (candidates.collect_kernel, COLLECTING),
@@ -109,8 +112,8 @@ KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "score": (decode.score_kernel, {name: DECODING[name] for name in ("plain", "options", "pages", "boxes")}),
     "row": (decode_rows.row_kernel, SOLVING),
     "value": (decode_values.value_kernel, {name: SOLVING[name] for name in SOLVING if not name.startswith("short")}),
-    "short_forward": (short._forward, {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}}),
-    "short_backward": (short._backward, {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}}),
+    "short_forward": (short._forward, SHORT | {"256_keys": {"M": 64, "N": 256, "WARPS": 8, **NARROW}}),
+    "short_backward": (short._backward, SHORT | {"256_keys": {"M": 16, "N": 256, "WARPS": 8, **NARROW}}),
 }
 
 

@@ -108,7 +108,7 @@ def test_the_operators_are_registered_well(device: torch.device) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter cannot be compiled")
 def test_compiles_whole_and_serves_other_lengths_without_compiling_again(device: torch.device) -> None:
     compiled = torch.compile(lambda q: attention(q, q, q, impl="triton"), fullgraph=True, dynamic=True)
-    for time in (40, 41, 77):
+    for time in (40, 41, 77, 130):
         q = torch.randn(2, 4, time, 32, device=device, dtype=torch.bfloat16)
         torch.testing.assert_close(compiled(q), attention(q, q, q, impl="triton"))
 

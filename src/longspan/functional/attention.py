@@ -123,7 +123,7 @@ def _by_kernels(
         return attend_few(return_stats=True) if return_stats else attend_few()
     inputs = q, k, v, rules.slopes, rules.lengths, rules.documents, alpha, rules.scale, rules.causal
     # Rows that fit on the chip are solved there, without a list of tiles.
-    if k.shape[2] <= 128 and max(q.shape[3], v.shape[3]) <= 64 and alpha <= 2 and not return_stats:
+    if k.shape[2] <= _on_chip(max(q.shape[3], v.shape[3])) and alpha <= 2 and not return_stats:
         from longspan.kernels.short import short_attention
 
         return short_attention(*inputs)[0]
@@ -133,6 +133,11 @@ def _by_kernels(
     if stats is None:
         return out
     return out, AttentionStats(*stats[:4], impl="triton", block_sparsity=stats.block_sparsity)
+
+
+def _on_chip(head_dim: int) -> int:
+    """How many keys a row may have there. The answers of 64 tokens, 130 in all, are to share the kernel of 63."""
+    return 256 if head_dim <= 32 else 128 if head_dim <= 64 else 0
 
 
 def _is_decoding(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> bool:

@@ -139,9 +139,14 @@ def _constants(
     }
 
 
-# By measurement on an H200, heads of 32 and 64.
-_FORWARD = {"M": 64, "num_warps": 4}
-_BACKWARD = {32: {"M": 16, "num_warps": 2}, 64: {"M": 16, "num_warps": 4}}
+def _forward_blocks(keys: int) -> dict[str, int]:
+    """By measurement on an H200; twice the keys take twice the warps, by the compiler's count of registers."""
+    return {"N": padded(keys), "M": 64, "num_warps": 4 if keys <= 128 else 8}
+
+
+def _backward_blocks(keys: int, dim: int) -> dict[str, int]:
+    """Likewise; heads of 32 and 64 were measured."""
+    return {"N": padded(keys), "M": 16, "num_warps": 8 if keys > 128 else 4 if dim > 32 else 2}
 
 
 @torch.library.custom_op("longspan::short_attention", mutates_args=())
@@ -153,12 +158,12 @@ def short_attention(
     slopes, lengths, documents = contiguous(slopes, lengths, documents)
     batch, heads, time, _ = q.shape
     out, maximum, height = _outputs(q, v)
-    _forward[(triton.cdiv(time, _FORWARD["M"]) * batch * heads,)](
+    blocks = _forward_blocks(k.shape[2])
+    _forward[(triton.cdiv(time, blocks["M"]) * batch * heads,)](
         q, k, v, out, maximum, height, slopes, lengths, documents, *powers_of(alpha), scale,
         *q.stride(), *k.stride(), *v.stride(), *out.stride(),
         heads, heads // k.shape[1], time, k.shape[2], q.shape[3], v.shape[3],
-        N=padded(k.shape[2]), **_FORWARD,
-        **_constants(q, v, slopes, lengths, documents, alpha, causal),
+        **blocks, **_constants(q, v, slopes, lengths, documents, alpha, causal),
     )  # fmt: skip
     return out, maximum, height
 
@@ -187,7 +192,7 @@ def short_attention_backward(
         q, k, v, d_out, d_q, d_k, d_v, maximum, height, slopes, d_slopes, lengths, documents, *powers_of(alpha), scale,
         *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *d_q.stride(), *d_k.stride(), *d_v.stride(),
         heads, heads // kv_heads, time, key_time, q.shape[3], v.shape[3],
-        N=padded(key_time), **_BACKWARD[32 if max(q.shape[3], v.shape[3]) <= 32 else 64],
+        **_backward_blocks(key_time, max(q.shape[3], v.shape[3])),
         **_constants(q, v, slopes, lengths, documents, alpha, causal),
     )  # fmt: skip
     return d_q, d_k, d_v, d_slopes
