@@ -117,6 +117,8 @@ def through(
 ) -> Tensor:
     """What the blocks make of x one after the other, the last block of the last tokens alone."""
     layers: Sequence[KVCache | None] = [None] * len(blocks) if caches is None else caches
+    if last == x.shape[1]:
+        last = None  # so that one compilation serves every block
     for index, (block, cache) in enumerate(zip(blocks, layers, strict=True), start=1):
         x = block(x, cache=cache, last=last if index == len(blocks) else None, **options)
     return x
