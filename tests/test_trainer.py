@@ -117,7 +117,7 @@ def test_bfloat16_training_keeps_float32_weights() -> None:
 def test_copies_in_bfloat16_change_no_number() -> None:
     """Loss and gradients are those of autocast over the float32 weights, to the last bit, also after a resumption."""
     trainer = Trainer(tiny(precision="bfloat16"))
-    assert trainer.worker is not trainer.model
+    assert trainer.replica is not trainer.model
     for _ in range(3):
         trainer.advance()
     resumed = Trainer(trainer.config)
@@ -127,7 +127,7 @@ def test_copies_in_bfloat16_change_no_number() -> None:
         last = each._tail(length, batch)
         loss, _ = each._loss(*batch, last)
         assert each.copies is not None
-        parameters = dict(each.worker.named_parameters())
+        parameters = dict(each.replica.named_parameters())
         assert parameters["blocks.0.gate.weight"].dtype == torch.bfloat16
         assert parameters["embed.weight"] is each.model.embed.weight
         gradients = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))

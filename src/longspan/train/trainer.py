@@ -44,7 +44,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model = Decoder(config.model).to(self.device)
         self.copies = LowCopies(self.model) if config.precision == "bfloat16" else None
-        self.worker = self.model if self.copies is None else self.copies.model  # what computes
+        self.replica = self.model if self.copies is None else self.copies.model  # what computes
         self.optimizer = Optimizer(self.model, config.optimizer)
         self.average = (
             {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
@@ -52,7 +52,7 @@ class Trainer:
             else {}
         )
         self.step = 0
-        self.noise = NoiseGate(config, self.worker, self.device)
+        self.noise = NoiseGate(config, self.replica, self.device)
         self.generator = torch.Generator(self.device)
         self._sums = torch.zeros(4, device=self.device)  # loss, right, tokens, gradient norm
         self._since = 0
@@ -64,7 +64,7 @@ class Trainer:
             self._aside = torch.cuda.Stream(self.device)
             torch.set_float32_matmul_precision("high")
             # One block is compiled and serves every layer; the whole model as one graph takes minutes to compile.
-            for block in self.worker.blocks:
+            for block in self.replica.blocks:
                 block.compile(dynamic=True)
             self._judge = torch.compile(judged_hidden, dynamic=True)
 
@@ -112,12 +112,12 @@ class Trainer:
         """The mean loss over the positions that count, all among the last ones, and the counts of `judged`."""
         bf16 = self.config.precision == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            hidden = self.worker.hidden(tokens, last=last)
-            return self._judge(self.worker, hidden, targets[:, -last:], mask[:, -last:])
+            hidden = self.replica.hidden(tokens, last=last)
+            return self._judge(self.replica, hidden, targets[:, -last:], mask[:, -last:])
 
     def _update(self, length: int, batch: Batch) -> None:
         loss, counts = self._loss(*batch, self._tail(length, batch))
-        names, parameters = zip(*self.worker.named_parameters(), strict=True)
+        names, parameters = zip(*self.replica.named_parameters(), strict=True)
         gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
         norm = self.optimizer.step(gradients if self.copies is None else self.copies.full(gradients))
         with torch.no_grad():
