@@ -1,14 +1,16 @@
 """Whether a model answers token by token, over a cache, what it answers in one teacher-forced forward; and how fast.
 
 A row is the same if both give the same tokens up to and including the first that is wrong: after it they read different
-texts. Rows that are right must be right either way.
+texts. Rows that are right must be right either way. Times are medians.
 
     python benchmarks/generation.py RUN --lengths 4096 65536 --samples 8
 """
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,29 +60,24 @@ def main() -> None:
     print(*(f"{head:>9}" for head in heads), " ms a token")
     for length in arguments.lengths:
         generator = torch.Generator().manual_seed(stream_seed("test", 1, length))
-        counts, seconds = torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.float64)
+        right = greedy = same = 0
+        seconds: list[tuple[float, float, float]] = []
         for number in range(-1, arguments.samples):  # the first only warms up
             tokens, targets, mask = (part.to(device) for part in task.sample(1, length, generator=generator))
             last = counted_tail(mask)
-            prompt = tokens[:, : tokens.shape[1] - last + 1]
+            prompt, answer = tokens[:, : tokens.shape[1] - last + 1], targets[:, -last:]
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                forced, forced_time = timed(lambda: model(tokens, last=last).argmax(-1), device)  # noqa: B023
-                _, prefill_time = timed(lambda: generate(model, prompt, 1), device)  # noqa: B023
-                answer, all_time = timed(lambda: generate(model, prompt, last)[:, -last:], device)  # noqa: B023
+                logits, forced_time = timed(partial(model, tokens, last=last), device)
+                _, prefill_time = timed(partial(generate, model, prompt, 1), device)
+                text, all_time = timed(partial(generate, model, prompt, last), device)
             if number < 0:
                 continue
-            answers = targets[:, -last:]
-            counts += torch.tensor(
-                [
-                    int((forced == answers).all()),
-                    int((answer == answers).all()),
-                    int(same_until_wrong(forced, answer, answers).all()),
-                ]
-            )
-            steps = max(last - 1, 1)
-            seconds += torch.tensor([forced_time, prefill_time, (all_time - prefill_time) / steps], dtype=torch.float64)
-        right, greedy, same = counts.tolist()
-        forced_s, prefill_s, token_s = (seconds / arguments.samples).tolist()
+            forced, generated = logits.argmax(-1), text[:, -last:]
+            right += int((forced == answer).all())
+            greedy += int((generated == answer).all())
+            same += int(same_until_wrong(forced, generated, answer).all())
+            seconds.append((forced_time, prefill_time, (all_time - prefill_time) / max(last - 1, 1)))
+        forced_s, prefill_s, token_s = (statistics.median(times) for times in zip(*seconds, strict=True))
         row = {"task": config.task, "recipe": config.name, "seed": config.seed, "length": length}
         row |= {"samples": arguments.samples, "right": right, "right_greedy": greedy, "same": same}
         row |= {"forced_seconds": forced_s, "prefill_seconds": prefill_s, "seconds_a_token": token_s}

@@ -91,6 +91,8 @@ class Oracle(torch.nn.Module):
     def forward(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
         batch = next(self.batches)
         assert torch.equal(batch.tokens, tokens)
+        assert not batch.mask[:, :-last].any()  # all that counts is asked for,
+        assert batch.mask[:, -last].any()  # and nothing before it
         said = torch.where(self.wrong(batch.mask), (batch.targets + 1) % self.vocabulary, batch.targets)
         return torch.nn.functional.one_hot(said, self.vocabulary)[:, -last:].float()
 

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_SMALL = 1024  # rows; one-hot vectors of more would cost more than sorting the tokens
+_SMALL = 1024  # rows; one-hot vectors of many more take more memory than they save launches
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding`, whose gradient on a GPU sorts all tokens, a dozen launches: here it is one product there."""
+    """`nn.Embedding`, whose gradient on a GPU sorts all tokens in many small launches: here it is one product there."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.weight.is_cuda and self.num_embeddings <= _SMALL:

@@ -1,8 +1,8 @@
 """Copies of a model's matrices in bfloat16, made once a step.
 
-Autocast casts every matrix of a product where it is used, and every gradient back: a dozen launches a block, each
-shorter than the gap before it. Copies that are refreshed together, and gradients that are cast together, are two.
-The numbers are the same, bit for bit.
+Autocast casts every matrix of a product where it is used, and every gradient back, each by a launch of its own: much
+of the step of a small model. Copies that are refreshed together, and gradients that are cast together, are two
+launches in all. The numbers are the same, bit for bit.
 """
 
 import copy
