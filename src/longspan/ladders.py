@@ -1,5 +1,6 @@
 """Figures of accuracy against length, one a task: a panel for each position and recipe, the paper's numbers dotted."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def _panel(title: str, table: PaperTable, lines: Sequence[report.Line]) -> Panel
     peers = {label: table.rows.get(RowKey(line.position, line.method)) for label, line in named.items()}
     curves = {label: {length: cell.mean for length, cell in line.cells.items()} for label, line in named.items()}
     bands = {label: _extremes(line) for label, line in named.items()}
-    longest = max(length for curve in curves.values() for length in curve)
+    measured = {length for curve in curves.values() for length in curve}
+    ours_or_theirs = measured | {length for length in table.lengths if length <= max(measured)}
     return Panel(
         title=title,
         y_label="exact match, %" if table.metric == "exact_match" else "accuracy, %",
@@ -87,8 +89,15 @@ def _panel(title: str, table: PaperTable, lines: Sequence[report.Line]) -> Panel
         trained_to=table.lengths[0],
         y_limits=(0, 103),
         x_label="length",
-        x_ticks=[length for length in table.lengths if length <= longest],
+        x_ticks=_ticks(sorted(ours_or_theirs)),
     )
+
+
+def _ticks(lengths: Sequence[int]) -> list[int]:
+    """The lengths to write below a panel: of a long ladder every fourfold one, or they run into each other."""
+    if len(lengths) <= 8:
+        return list(lengths)
+    return [length for length in lengths if round(math.log2(length / lengths[0])) % 2 == 0]
 
 
 def _extremes(line: report.Line) -> dict[int, tuple[float, float]]:
