@@ -14,6 +14,7 @@ import triton.language as tl
 from longspan.kernels.solver import bounded, weights_and_gains
 from longspan.kernels.tiles import (
     SIZES,
+    accumulated,
     block_of_queries,
     distances,
     end_of,
@@ -51,11 +52,11 @@ def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, positions
         d_s = gain * (d_p - delta[:, None])
         if SLOPES:
             d_slope -= tl.sum(d_s * distances(keys[None, :], positions[:, None]), 1)
-        d_q = tl.dot(narrowed(d_s, k.dtype), k, d_q, input_precision=PRECISION)
+        d_q = accumulated(narrowed(d_s, k.dtype), k, d_q, PRECISION)
         if REFINE:
             gain_mass += tl.sum(gain, 1)
             residue += tl.sum(d_s, 1)
-            gain_keys = tl.dot(gain, k, gain_keys, input_precision=PRECISION)
+            gain_keys = accumulated(gain, k, gain_keys, PRECISION)
             if SLOPES:
                 gain_distance += tl.sum(gain * distances(keys[None, :], positions[:, None]), 1)
     return d_q, d_slope, gain_mass, residue, gain_keys, gain_distance
@@ -144,12 +145,12 @@ def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, count, List, Maximum, Hei
         z = scores_of(product, keys[:, None], positions[None, :], unit * scale, unit * slope, end, Documents, TK,
                       CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         p, gain = weights_and_gains(z, maximum[None, :], height[None, :], r, KIND, PRECISION)
-        d_v = tl.dot(p.to(d_o.dtype), d_o, d_v, input_precision=PRECISION)
+        d_v = accumulated(p.to(d_o.dtype), d_o, d_v, PRECISION)
         d_p -= delta[None, :]
         if REFINE:
             d_p -= tl.load(Residue + rows, mask=rows < TQ, other=0.0)[None, :]
         d_s = narrowed(bounded(gain, KIND, q.dtype) * d_p, q.dtype)
-        d_k = tl.dot(d_s, q, d_k, input_precision=PRECISION)
+        d_k = accumulated(d_s, q, d_k, PRECISION)
     return d_k, d_v
 
 

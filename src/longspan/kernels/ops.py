@@ -305,7 +305,7 @@ def long_attention_backward(
     d_q, d_k, d_v = like_tokens(q), like_tokens(k), like_tokens(v)
     d_slopes = maximum.new_empty(batch, heads if slopes is not None else 0, rows)
     delta = torch.empty_like(maximum)
-    residue = torch.empty_like(maximum) if alpha > 2 and q.dtype == torch.float32 else None
+    residue = torch.empty_like(maximum) if q.dtype == torch.float32 else None
     ranges = None
     if documents is not None:
         ranges = _document_ranges(q, k, documents, blocks)

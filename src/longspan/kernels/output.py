@@ -6,6 +6,7 @@ import triton.language as tl
 from longspan.kernels.solver import bounded, gains
 from longspan.kernels.tiles import (
     SIZES,
+    accumulated,
     block_of_queries,
     keys_of,
     live_tiles_of,
@@ -43,8 +44,8 @@ def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, positi
             gain = narrow.to(tl.float32)
         tile_gain = tl.sum(gain, 1)
         gain_mass += tile_gain
-        out = tl.dot(p.to(v.dtype), v, out, input_precision=PRECISION)
-        mean = tl.dot(narrow, v, mean, input_precision=PRECISION)
+        out = accumulated(p.to(v.dtype), v, out, PRECISION)
+        mean = accumulated(narrow, v, mean, PRECISION)
         if MAP:
             live = tl.max(tile_gain, 0) > 0
             tl.store(Live + tl.cast(tile, tl.int64) * live_t, tl.full([], 1, tl.int8), mask=live)

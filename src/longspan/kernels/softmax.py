@@ -6,6 +6,7 @@ import triton.language as tl
 from longspan.kernels.solver import exponential
 from longspan.kernels.tiles import (
     SIZES,
+    accumulated,
     block_of_queries,
     end_of,
     key_tiles,
@@ -35,7 +36,7 @@ def _tile(q, K, V, k_t, k_d, v_t, v_d, tile, positions, out, mass, moment, suppo
         support += tl.sum(tl.where(p > 0, 1.0, 0.0), 1)
         moment = (moment + (maximum - risen) * mass) * shrink + tl.sum(p * tl.where(p > 0, gap, 0.0), 1)
     mass = mass * shrink + tl.sum(p, 1)
-    out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision=PRECISION)
+    out = accumulated(p.to(v.dtype), v, out * shrink[:, None], PRECISION)
     return out, mass, moment, support, risen
 
 
@@ -72,7 +73,7 @@ def softmax_kernel(Q, K, V, O, Maximum, Height, Support, Entropy, Slopes, Length
             q, K, V, k_t, k_d, v_t, v_d, tile, positions, out, mass, moment, support, maximum, scale, slope, limit,
             Documents, TK, D, DV, CAUSAL, SLOPES, DOCUMENTS, PRECISION, STATS, False, N, BLOCK_D, BLOCK_DV)  # fmt: skip
     sees = mass > 0
-    height = tl.where(sees, 1.0 / tl.where(sees, mass, 1.0), 0.0)
+    height = tl.where(sees, tl.div_rn(1.0, tl.where(sees, mass, 1.0)), 0.0)  # an error here is one of the whole row
     store_tile(O + batch * o_b + head * o_h, out * height[:, None], first, o_t, o_d, TQ, DV, M, BLOCK_DV)
     place = pair.to(tl.int64) * TQ + rows
     tl.store(Maximum + place, tl.where(sees, maximum, 0.0), mask=rows < TQ)

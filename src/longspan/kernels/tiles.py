@@ -57,6 +57,14 @@ def narrowed(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def accumulated(a, b, total, PRECISION: tl.constexpr):
+    """``total + a @ b``; in float32 the product is summed by itself first, as a chain over all tiles rounds too often."""
+    if PRECISION == "ieee":
+        return total + tl.dot(a, b, input_precision=PRECISION)
+    return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
 def block_of_queries(H, NQ, TQ, TK, M: tl.constexpr):
     """Which block of queries this program has: long rows first, neighbours share their keys."""
     pair, block = tl.program_id(0) // NQ, NQ - 1 - tl.program_id(0) % NQ
