@@ -8,6 +8,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from longspan.kernels import (
+    adam,
     backward,
     bounds,
     candidates,
@@ -25,9 +26,10 @@ from longspan.kernels import (
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {"List": "i16", "Live": "i8", "Counts": "i32", "Ranges": "i32", "Lengths": "i64", "Documents": "i64"}
 POINTERS |= {"Pages": "i32", "Table": "i32", "Starts": "i64", "Keys": "i32", "Arrivals": "i32", "Many": "i32"}
-POINTERS |= {"Copies": "u8", "Held": "i32", "Over": "i32"}
+POINTERS |= {"Copies": "u8", "Held": "i32", "Over": "i32", "LowGradients": "bf16", "LowCopies": "bf16"}
 HALVES = {"Q", "K", "V", "O", "dO", "dQ", "dK", "dV", "Low", "High"}
-NUMBERS = {"a", "r", "scale", "tail", "tolerance", "aim", "unit", "reach", "epsilon"}
+NUMBERS = {"learning_rate", "rise_1", "rise_2", "log_1", "log_2", "weight_decay", "clip", "share"}
+NUMBERS |= {"a", "r", "scale", "tail", "tolerance", "aim", "unit", "reach", "epsilon"}
 OPTIONAL = {
     "Slopes": "SLOPES",
     "KeyNorms": "SLOPES",
@@ -43,6 +45,7 @@ OPTIONAL = {
     "Many": "DEFER",
     "Over": "COLLECTED",
     "Residue": "REFINE",
+    "Average": "AVERAGE",
 }
 PLAIN: dict[str, Any] = {
     "KIND": 4, "CONVEX": True, "TAIL": False, "CAUSAL": True, "SLOPES": False, "LENGTHS": False, "DOCUMENTS": False,
@@ -50,6 +53,7 @@ PLAIN: dict[str, Any] = {
     "KEYS": 32, "CHUNK": 256, "BLOCK_D": 32, "BLOCK_DV": 32,
     "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 16, "PROBES": 4,
     "COLLECTED": True, "REFINE": False, "CAP": 64, "DEFER": True, "SHARES": 4, "GATHER": 16, "PARTS": 16, "STAGES": 3,
+    "AVERAGE": False,
 }  # fmt: skip
 SPARSE: dict[str, dict[str, Any]] = {
     "slopes": {"SLOPES": True},
@@ -59,7 +63,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "any_alpha": {"KIND": -1, "TAIL": True},
     "alpha_3": {"KIND": 1, "CONVEX": False},
     "above_2": {"KIND": -3, "CONVEX": False},
-    "float32": {"KIND": -2, "PRECISION": "ieee", "SLOPES": True},
+    "float32": {"KIND": -2, "PRECISION": "ieee", "REFINE": True, "SLOPES": True},
     "float32_above_2": {"KIND": -2, "PRECISION": "ieee", "CONVEX": False, "REFINE": True, "SLOPES": True},
     "by_rounds": {"COLLECTED": False},
 }
@@ -92,6 +96,7 @@ BACKWARD: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SOLVING = {name: options for name, options in DECODING.items() if not name.startswith("boxes")}
 NARROW = {"BLOCK_D": 32, "BLOCK_DV": 32}
+ADAM: dict[str, Any] = {"PARTS": adam.PARTS, "BLOCK": adam.BLOCK}
 SHORT: dict[str, dict[str, Any]] = {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}}
 
 KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
@@ -108,6 +113,8 @@ KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "key": (backward.key_kernel, BACKWARD),
     "rows": (rows.rows_kernel, {"alpha_1.5": {"M": 2, "BLOCK": 512}, "any_alpha": {"KIND": -1, "M": 1, "BLOCK": 1024}}),
     "column": (backward.column_kernel, {"causal": {}}),
+    "squares": (adam.squares_kernel, {"gradients": ADAM}),
+    "adam": (adam.adam_kernel, {"clipped": ADAM | {"CLIP": True}, "averaged": ADAM | {"CLIP": False, "AVERAGE": True}}),
     "bound": (bounds.bound_kernel, {name: DECODING[name] for name in ("boxes", "boxes_of_pages")}),
     "score": (decode.score_kernel, {name: DECODING[name] for name in ("plain", "options", "pages", "boxes")}),
     "row": (decode_rows.row_kernel, SOLVING),

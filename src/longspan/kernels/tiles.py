@@ -58,7 +58,7 @@ def narrowed(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def accumulated(a, b, total, PRECISION: tl.constexpr):
-    """``total + a @ b``; in float32 the product is summed by itself first, as a chain over all tiles rounds too often."""
+    """``total + a @ b``; in float32 the product is summed by itself first: a chain over all tiles rounds too often."""
     if PRECISION == "ieee":
         return total + tl.dot(a, b, input_precision=PRECISION)
     return tl.dot(a, b, total, input_precision=PRECISION)

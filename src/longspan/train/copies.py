@@ -1,8 +1,8 @@
 """Copies of a model's matrices in bfloat16, made once a step.
 
 Autocast casts every matrix of a product where it is used, and every gradient back, each by a launch of its own: much
-of the step of a small model. Copies that are refreshed together, and gradients that are cast together, are two
-launches in all. The numbers are the same, bit for bit.
+of the step of a small model. Copies are refreshed together, and on a GPU by the optimiser's own kernel. The numbers are
+the same, bit for bit.
 """
 
 import copy
@@ -33,7 +33,11 @@ class LowCopies:
                     setattr(module, key, low)
                 else:
                     setattr(module, key, parameter)
-        self._full = {name: torch.empty_like(parameter) for name, (_, parameter) in self._pairs.items()}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The copies, by the names of what they are copies of."""
+        return {name: low for name, (low, _) in self._pairs.items()}
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -41,8 +45,6 @@ class LowCopies:
         copies, originals = zip(*self._pairs.values(), strict=True)
         torch._foreach_copy_(copies, originals)
 
-    @torch.no_grad()
     def full(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients of the second model in the precision of the first; valid until the next call."""
-        torch._foreach_copy_(list(self._full.values()), [gradients[name] for name in self._full])
-        return gradients | self._full
+        """The gradients of the second model in the precision of the first."""
+        return gradients | {name: gradients[name].to(original.dtype) for name, (_, original) in self._pairs.items()}

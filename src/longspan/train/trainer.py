@@ -51,6 +51,11 @@ class Trainer:
             if config.average is not None
             else {}
         )
+        self._flat = None
+        if self.device.type == "cuda" and self.copies is not None:
+            from longspan.train.flat import FlatStep
+
+            self._flat = FlatStep(self.optimizer, self.copies, self.average, config.average)
         self.step = 0
         self.noise = NoiseGate(config, self.replica, self.device)
         self.generator = torch.Generator(self.device)
@@ -119,18 +124,24 @@ class Trainer:
         loss, counts = self._loss(*batch, self._tail(length, batch))
         names, parameters = zip(*self.replica.named_parameters(), strict=True)
         gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
-        norm = self.optimizer.step(gradients if self.copies is None else self.copies.full(gradients))
+        norm = self._flat.take(gradients) if self._flat is not None else self._moved(gradients)
         with torch.no_grad():
-            if self.copies is not None:
-                self.copies.refresh()
-            if self.average:
-                decay = self.config.average
-                assert decay is not None
-                live = [parameter.detach() for parameter in self.model.parameters()]
-                torch._foreach_lerp_(list(self.average.values()), live, 1 - decay)
             if self.noise:
                 self.noise.take(counts[1] / counts[2])
             self._sums += torch.cat([counts, norm[None]])
+
+    @torch.no_grad()
+    def _moved(self, gradients: dict[str, Tensor]) -> Tensor:
+        """Move the weights, then their copies and averages; the norm of the gradient."""
+        norm = self.optimizer.step(gradients if self.copies is None else self.copies.full(gradients))
+        if self.copies is not None:
+            self.copies.refresh()
+        if self.average:
+            decay = self.config.average
+            assert decay is not None
+            live = [parameter.detach() for parameter in self.model.parameters()]
+            torch._foreach_lerp_(list(self.average.values()), live, 1 - decay)
+        return norm
 
     def _update_from_graph(self, length: int, batch: Batch) -> None:
         """Replay the graph of this length. The first time the step runs as it is, and is then captured for the next."""
