@@ -35,6 +35,16 @@ def last_tokens(x: Tensor, last: int | None) -> Tensor:
     return x[:, x.shape[1] - last :]
 
 
+def projections(layers: Sequence[nn.Linear], x: Tensor) -> list[Tensor]:
+    """What every layer makes of x: on a GPU, which small products leave half idle, by one product.
+
+    A layer that someone has put in the place of an `nn.Linear` is called as it is.
+    """
+    if not x.is_cuda or any(type(layer) is not nn.Linear for layer in layers):
+        return [layer(x) for layer in layers]
+    return joint_projection(layers, x)
+
+
 def joint_projection(layers: Sequence[nn.Linear], x: Tensor) -> list[Tensor]:
     """What every layer makes of x, by one product."""
     weight = torch.cat([layer.weight for layer in layers])
@@ -137,12 +147,9 @@ class Attention(nn.Module):
     def _projected(self, asking: Tensor, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """What is made of the tokens that ask, for the queries and the scaler, and of all, keys and values."""
         asked, looked_at = [self.query, *self.scaler.projections()], [self.key, self.value]
-        # Small products leave a GPU half idle. A layer put in the place of one of ours is called as it is.
-        if not x.is_cuda or any(type(layer) is not nn.Linear for layer in (*asked, *looked_at)):
-            return [layer(asking) for layer in asked], [layer(x) for layer in looked_at]
         if asking is not x:
-            return joint_projection(asked, asking), joint_projection(looked_at, x)
-        parts = joint_projection([*asked, *looked_at], x)
+            return projections(asked, asking), projections(looked_at, x)
+        parts = projections([*asked, *looked_at], x)
         return parts[:-2], parts[-2:]
 
     def _split(self, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from longspan.nn.attention import Attention, last_tokens
+from longspan.nn.attention import Attention, last_tokens, projections
 from longspan.nn.cache import KVCache
 from longspan.nn.embedding import Embedding
 from longspan.nn.methods import build_attention
@@ -140,8 +140,8 @@ class Block(nn.Module):
         """(batch, time, dim), or of the last tokens alone; `options`: of the attention."""
         attended = self.attention(self.before_attention(x), last=last, **options)
         x = last_tokens(x, last) + self.after_attention(attended)
-        h = self.before_mlp(x)
-        return x + self.after_mlp(self.down(nn.functional.gelu(self.gate(h), approximate="tanh") * self.up(h)))
+        gate, up = projections([self.gate, self.up], self.before_mlp(x))
+        return x + self.after_mlp(self.down(nn.functional.gelu(gate, approximate="tanh") * up))
 
 
 def attention_of(config: AttentionConfig, dim: int, heads: int) -> Attention:
