@@ -365,8 +365,14 @@ def test_a_cache_refuses_another_batch_and_ids_that_come_late() -> None:
 
 def test_a_joint_projection_is_that_of_every_layer() -> None:
     attention = layer("asentmax", "nope", num_kv_heads=2)
-    layers = (attention.query, attention.key, attention.value, *attention.scaler.projections())
-    assert len(layers) == 5
+    beta, gamma = attention.scaler.projections()
+    torch.nn.init.normal_(beta.bias)
+    torch.nn.init.normal_(gamma.bias)
     x = torch.randn(2, 5, attention.query.in_features, dtype=attention.query.weight.dtype)
-    for joint, part in zip(joint_projection(layers, x), layers, strict=True):
-        torch.testing.assert_close(joint, part(x))
+    for layers in (
+        (attention.query, attention.key, attention.value, beta, gamma),
+        (beta, attention.query, gamma, attention.key),
+    ):
+        for projected in (joint_projection, torch.compile(joint_projection, fullgraph=True, backend="eager")):
+            for joint, part in zip(projected(layers, x), layers, strict=True):
+                torch.testing.assert_close(joint, part(x))

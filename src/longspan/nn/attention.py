@@ -46,13 +46,26 @@ def projections(layers: Sequence[nn.Linear], x: Tensor) -> list[Tensor]:
 
 
 def joint_projection(layers: Sequence[nn.Linear], x: Tensor) -> list[Tensor]:
-    """What every layer makes of x, by one product."""
+    """What every layer makes of x, by one product. Neighbours with biases add them together, so that the gradients of
+    these biases are one sum over all tokens, which on a GPU is two launches."""
     weight = torch.cat([layer.weight for layer in layers])
-    parts = nn.functional.linear(x, weight).split([layer.out_features for layer in layers], dim=-1)
-    return [
-        part if layer.bias is None else part + layer.bias.to(part.dtype)
-        for layer, part in zip(layers, parts, strict=True)
-    ]
+    runs: list[list[nn.Linear]] = []
+    for layer in layers:
+        if runs and (runs[-1][0].bias is None) == (layer.bias is None):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    parts: list[Tensor] = []
+    joint = nn.functional.linear(x, weight).split([sum(_widths(run)) for run in runs], dim=-1)
+    for run, part in zip(runs, joint, strict=True):
+        if run[0].bias is not None:
+            part = part + torch.cat([layer.bias for layer in run]).to(part.dtype)
+        parts += part.split(_widths(run), dim=-1)
+    return parts
+
+
+def _widths(layers: Sequence[nn.Linear]) -> list[int]:
+    return [layer.out_features for layer in layers]
 
 
 class Attention(nn.Module):
