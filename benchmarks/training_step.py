@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan import entmax
+from longspan.functional.attention import scaled_queries
 from longspan.functional.scores import Rules
 from longspan.nn import Attention
 from longspan.nn.decoder import Decoder
@@ -30,8 +31,9 @@ from longspan.train.config import RunConfig
 from longspan.train.trainer import Trainer
 
 
-def plain_attention(module: Attention, q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
+def plain_attention(module: Attention, q: Tensor, k: Tensor, v: Tensor, rules: Rules, scales: Tensor | None) -> Tensor:
     """PyTorch's own attention for softmax; for entmax, products in the dtype of the inputs."""
+    q = scaled_queries(q, scales)
     positions = torch.arange(q.shape[2], device=q.device)
     bias = torch.zeros(q.shape[1], 1, 1, device=q.device) if rules.slopes is None else -rules.slopes[:, None, None]
     bias = bias * (positions[:, None] - positions).abs()

@@ -26,6 +26,7 @@ class Case:
     alpha: float | tuple[float, ...] = 1.5
     slopes: tuple[float, ...] | None = None
     scale: float | None = None
+    scales: bool = False  # one for every query
     causal: bool = True
     lengths: tuple[int, ...] | None = None
     documents: str | None = None
@@ -47,6 +48,8 @@ def call_of(case: Case, dtype: torch.dtype = torch.float64, device: torch.device
     }
     if case.slopes is not None:
         tensors["slopes"] = torch.tensor(case.slopes, dtype=torch.float64)
+    if case.scales:
+        tensors["scales"] = 0.2 + gaussian(case.batch, case.query_time, case.heads).abs().transpose(1, 2)
     call: dict[str, Any] = {name: value.to(device, dtype).requires_grad_() for name, value in tensors.items()}
     call |= {"alpha": case.alpha, "scale": case.scale, "causal": case.causal}
     if isinstance(case.alpha, tuple):

@@ -37,6 +37,7 @@ OPTIONAL = {
     "Lengths": "LENGTHS",
     "Documents": "DOCUMENTS",
     "Scales": "SCALES",
+    "dScales": "SCALES",
     "Starts": "STARTS",
     "Table": "PAGED",
     "Norms": "NORMS",
@@ -97,7 +98,7 @@ BACKWARD: dict[str, dict[str, Any]] = {
 SOLVING = {name: options for name, options in DECODING.items() if not name.startswith("boxes")}
 NARROW = {"BLOCK_D": 32, "BLOCK_DV": 32}
 ADAM: dict[str, Any] = {"PARTS": adam.PARTS, "BLOCK": adam.BLOCK}
-SHORT: dict[str, dict[str, Any]] = {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}}
+SHORT: dict[str, dict[str, Any]] = {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}, "scales": {"SCALES": True}}
 
 KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "survey": (survey.survey_kernel, SPARSE),
@@ -138,7 +139,7 @@ def signature_of(kernel: Any, options: dict[str, Any]) -> tuple[dict[str, str], 
             types[name] = "fp32"
         elif name in HALVES:
             types[name] = "*fp32" if constants["PRECISION"] == "ieee" else "*bf16"
-        elif (name[0].isupper() and not name.isupper()) or name == "dSlopes":
+        elif (name[0].isupper() and not name.isupper()) or name in ("dSlopes", "dScales"):
             types[name] = "*" + POINTERS.get(name, "fp32")
         else:
             types[name] = "i32"

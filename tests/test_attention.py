@@ -59,6 +59,9 @@ SMALL = {
     "own_scale": Case(scale=2.5, slopes=(0.7, 0.0)),
     "negative_scale": Case(scale=-0.5, slopes=(0.7, 3.0)),
     "scale_0": Case(scale=0.0, slopes=(0.7, 0.0)),
+    "scales": Case(scales=True, slopes=(0.7, 0.0)),
+    "scales_of_softmax": Case(scales=True, alpha=1.0, scale=0.5),
+    "scales_and_fewer_queries": Case(scales=True, heads=6, kv_heads=2, query_time=4, key_time=13, lengths=(13, 11)),
     "extreme_logits": Case(logits=1e4, alpha=(1.5, 3.0), slopes=(0.5, 0.0)),
     "extreme_logits_of_softmax": Case(logits=1e4, alpha=1.0),
     "tiny_logits": Case(logits=1e-8, slopes=(1e-9, 0.0)),
@@ -70,8 +73,9 @@ def test_reference_equals_loops(name: str, device: torch.device) -> None:
     case = SMALL[name]
     call = call_of(case, device=device)
     alphas = case.alpha if isinstance(case.alpha, tuple) else (case.alpha,)
+    q = call["q"].detach()
     expected = attention_map_oracle(
-        call["q"].detach(),
+        q * call["scales"].detach()[..., None] if case.scales else q,
         call["k"].detach(),
         alpha=alphas if len(alphas) == case.heads else alphas * case.heads,
         slopes=case.slopes,

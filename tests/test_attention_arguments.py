@@ -49,6 +49,12 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "heads_do_not_divide": (lambda: attention(Q[:, 1:], K, K), ValueError, r"heads of k \(2\) must divide .* \(3\)"),
     "no_key_heads": (lambda: attention(Q, K[:, :0], K[:, :0]), ValueError, r"heads of k \(0\)"),
     "slopes_of_key_heads": (lambda: attention(Q, K, K, slopes=zeros(2)), ValueError, r"slopes must have shape \(4,\)"),
+    "scales_of_heads": (lambda: attention(Q, K, K, scales=zeros(4)), ValueError, r"scales must be .* \(2, 4, 3\)"),
+    "whole_scales": (
+        lambda: attention_weights(Q, K, scales=zeros(2, 4, 3, dtype=torch.long)),
+        ValueError,
+        "floating-point numbers",
+    ),
     "lengths_of_other_batch": (
         lambda: attention(Q, K, K, lengths=torch.tensor([3])),
         ValueError,

@@ -21,6 +21,10 @@ SERVED = {name: case for name, case in SMALL.items() if isinstance(case.alpha, f
     "beyond_the_chip": Case(
         batch=1, heads=2, kv_heads=1, query_time=150, key_time=200, dim=24, value_dim=40, logits=3.0
     ),
+    "scales_in_several_blocks": Case(
+        batch=2, heads=4, query_time=70, key_time=77, dim=16, slopes=(0.5, 0.0, 0.1, 0.0), logits=2.0, scales=True
+    ),
+    "scales_beyond_the_chip": Case(batch=1, query_time=150, key_time=200, dim=40, logits=2.0, scales=True),
     "wide_heads": Case(batch=1, query_time=33, key_time=33, dim=128, value_dim=128, logits=2.0),
 }
 
@@ -101,8 +105,10 @@ def test_the_operators_are_registered_well(device: torch.device) -> None:
 
     call = on(device, SERVED["grouped_heads"], torch.float32)
     slopes = torch.rand(6, device=device, requires_grad=True)
-    arguments = (call["q"], call["k"], call["v"], slopes, None, None, 1.5, 0.3, True)
-    torch.library.opcheck(short_attention, arguments)
+    scales = torch.rand(call["q"].shape[:3], device=device, requires_grad=True)
+    for factor in (None, scales):
+        arguments = (call["q"], call["k"], call["v"], slopes, factor, None, None, 1.5, 0.3, True)
+        torch.library.opcheck(short_attention, arguments)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter cannot be compiled")

@@ -48,6 +48,7 @@ class _Options(TypedDict, total=False):
     alpha: Alpha
     slopes: Tensor | None
     scale: float | None
+    scales: Tensor | None
     causal: bool
     lengths: Tensor | None
     documents: Tensor | None
@@ -74,6 +75,7 @@ def attention(
     alpha: Alpha = 1.5,
     slopes: Tensor | None = None,
     scale: float | None = None,
+    scales: Tensor | None = None,
     causal: bool = True,
     lengths: Tensor | None = None,
     documents: Tensor | None = None,
@@ -88,6 +90,7 @@ def attention(
         alpha: a number >= 1 (1 is softmax), or a tensor of shape () or (heads,), differentiable.
         slopes: (heads,), ALiBi's slopes: a key at a distance loses slope * distance. 0 is no position. Differentiable.
         scale: of the products, 1/sqrt(dim) by default. It does not touch the slopes.
+        scales: (batch, heads, query_time), a factor of every query's products beside `scale`. Differentiable.
         causal: query i stands at position ``i + key_time - query_time`` and sees the keys up to its own.
         lengths: (batch,), right padding: keys at or beyond are hidden, and queries whose position is give zeros.
         documents: (batch, key_time) integer ids: tokens of different ids do not see each other. The queries take
@@ -100,10 +103,13 @@ def attention(
     """
     rules, alpha = _check(q, k, v, alpha, slopes, scale, causal, lengths, documents)
     name = _choose(impl, q, k, v, alpha)
+    if scales is not None:
+        _check_scales(q, scales)
     stats = None
     if name == "triton":
         assert isinstance(alpha, float)
-        return _by_kernels(q, k, v, rules, alpha, return_stats)
+        return _by_kernels(q, k, v, scales, rules, alpha, return_stats)
+    q = scaled_queries(q, scales)
     if name == "chunked":
         out, stats = chunked_attention(q, k, v, rules, alpha, return_stats)
     else:
@@ -114,25 +120,42 @@ def attention(
 
 
 def _by_kernels(
-    q: Tensor, k: Tensor, v: Tensor, rules: Rules, alpha: float, return_stats: bool
+    q: Tensor, k: Tensor, v: Tensor, scales: Tensor | None, rules: Rules, alpha: float, return_stats: bool
 ) -> Tensor | tuple[Tensor, AttentionStats]:
+    # Rows that fit on the chip are solved there, without a list of tiles.
+    on_chip = k.shape[2] <= _on_chip(max(q.shape[3], v.shape[3])) and alpha <= 2 and not return_stats
+    if not on_chip:
+        q, scales = scaled_queries(q, scales), None
     if _is_decoding(q, k, v, rules):
         from longspan.functional.decode import decode
 
-        attend_few = partial(decode, q, k, v, alpha=alpha, slopes=rules.slopes, scale=rules.scale, impl="triton")
+        own = {"slopes": rules.slopes, "scale": rules.scale, "scales": scales}
+        attend_few = partial(decode, q, k, v, alpha=alpha, impl="triton", **own)
         return attend_few(return_stats=True) if return_stats else attend_few()
-    inputs = q, k, v, rules.slopes, rules.lengths, rules.documents, alpha, rules.scale, rules.causal
-    # Rows that fit on the chip are solved there, without a list of tiles.
-    if k.shape[2] <= _on_chip(max(q.shape[3], v.shape[3])) and alpha <= 2 and not return_stats:
+    masks = rules.lengths, rules.documents, alpha, rules.scale, rules.causal
+    if on_chip:
         from longspan.kernels.short import short_attention
 
-        return short_attention(*inputs)[0]
+        return short_attention(q, k, v, rules.slopes, None if scales is None else scales.float(), *masks)[0]
     from longspan.kernels.ops import attend
 
-    out, stats = attend(*inputs, return_stats)
+    out, stats = attend(q, k, v, rules.slopes, *masks, return_stats)
     if stats is None:
         return out
     return out, AttentionStats(*stats[:4], impl="triton", block_sparsity=stats.block_sparsity)
+
+
+def scaled_queries(q: Tensor, scales: Tensor | None) -> Tensor:
+    """Queries (batch, heads, time, dim) times their scales (batch, heads, time)."""
+    return q if scales is None else q * scales.to(q.dtype)[..., None]
+
+
+def _check_scales(q: Tensor, scales: Tensor) -> None:
+    if scales.shape != q.shape[:3] or not scales.is_floating_point():
+        raise ValueError(
+            f"scales must be floating-point numbers of shape {tuple(q.shape[:3])}, one per query, "
+            f"got {scales.dtype} {tuple(scales.shape)}"
+        )
 
 
 def _on_chip(head_dim: int) -> int:
@@ -161,6 +184,7 @@ def attention_weights(
     alpha: Alpha = 1.5,
     slopes: Tensor | None = None,
     scale: float | None = None,
+    scales: Tensor | None = None,
     causal: bool = True,
     lengths: Tensor | None = None,
     documents: Tensor | None = None,
@@ -170,6 +194,9 @@ def attention_weights(
     Only those rows are ever built. Negative rows count from the end. The other arguments are `attention`'s.
     """
     rules, alpha = _check(q, k, k, alpha, slopes, scale, causal, lengths, documents)
+    if scales is not None:
+        _check_scales(q, scales)
+        q = scaled_queries(q, scales)
     chosen = None
     if rows is not None:
         chosen = torch.as_tensor(rows, dtype=torch.long, device=q.device)

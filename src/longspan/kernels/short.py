@@ -27,12 +27,14 @@ from longspan.kernels.tiles import (
     store_tile,
 )
 
+_SIZES = [*SIZES, "s_b", "s_h", "s_t", "ds_b", "ds_h", "ds_t"]  # strides of scales come with every length anew
 
-@triton.jit(do_not_specialize=SIZES)
-def _forward(Q, K, V, O, Maximum, Height, Slopes, Lengths, Documents, a, r, scale,
-             q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
+
+@triton.jit(do_not_specialize=_SIZES)
+def _forward(Q, K, V, O, Maximum, Height, Slopes, Scales, Lengths, Documents, a, r, scale,
+             q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d, s_b, s_h, s_t,
              H, GROUP, TQ, TK, D, DV,
-             KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
+             KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, SCALES: tl.constexpr,
              LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
              M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """One program for a block of rows of one head. One axis, whose limit is far, rows fastest."""
@@ -46,6 +48,9 @@ def _forward(Q, K, V, O, Maximum, Height, Slopes, Lengths, Documents, a, r, scal
     slope = slope_of(Slopes, head, SLOPES)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     k = load_tile(K + batch * k_b + head // GROUP * k_h, 0, k_t, k_d, TK, D, N, BLOCK_D)
+    if SCALES:
+        own = tl.load(Scales + batch * s_b + head * s_h + rows * s_t, mask=rows < TQ, other=0.0)
+        q = (q * own[:, None]).to(q.dtype)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     unit = 1.0 if KIND == 0 else a
     z = scores_of(product, keys[None, :], (rows + TK - TQ)[:, None], unit * scale, unit * slope, limit,
@@ -61,11 +66,13 @@ def _forward(Q, K, V, O, Maximum, Height, Slopes, Lengths, Documents, a, r, scal
     tl.store(Height + place, height, mask=rows < TQ)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Slopes, dSlopes, Lengths, Documents, a, r, scale,
+@triton.jit(do_not_specialize=_SIZES)
+def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Slopes, dSlopes, Scales, dScales, Lengths, Documents,
+              a, r, scale,
               q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
-              dq_b, dq_h, dq_t, dq_d, dk_b, dk_h, dk_t, dk_d, dv_b, dv_h, dv_t, dv_d, H, GROUP, TQ, TK, D, DV,
-              KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
+              dq_b, dq_h, dq_t, dq_d, dk_b, dk_h, dk_t, dk_d, dv_b, dv_h, dv_t, dv_d, s_b, s_h, s_t, ds_b, ds_h, ds_t,
+              H, GROUP, TQ, TK, D, DV,
+              KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, SCALES: tl.constexpr,
               LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
               M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """All gradients of one key head: its keys and values stay, the queries that see them pass by in a fixed order.
@@ -93,7 +100,11 @@ def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Slopes, dSlopes, Lengths
             place = (batch * H + head) * TQ + rows
             maximum = tl.load(Maximum + place, mask=rows < TQ, other=1e30)
             height = tl.load(Height + place, mask=rows < TQ, other=0.0)
-            product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            scaled = q
+            if SCALES:
+                own = tl.load(Scales + batch * s_b + head * s_h + rows * s_t, mask=rows < TQ, other=0.0)
+                scaled = (q * own[:, None]).to(q.dtype)
+            product = tl.dot(k, tl.trans(scaled), input_precision=PRECISION)
             positions = (rows + TK - TQ)[None, :]
             z = scores_of(product, keys[:, None], positions, unit * scale, unit * slope, limit,
                           Documents + batch * TK if DOCUMENTS else Documents, TK,
@@ -106,8 +117,12 @@ def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Slopes, dSlopes, Lengths
                 d_slope -= tl.sum(d_s * distances(keys[:, None], positions), 0)
             d_v += tl.dot(p.to(d_o.dtype), d_o, input_precision=PRECISION)
             d_s = d_s.to(q.dtype)
-            d_k += tl.dot(d_s, q, input_precision=PRECISION)
+            d_k += tl.dot(d_s, scaled, input_precision=PRECISION)
             d_q = tl.dot(tl.trans(d_s), k, input_precision=PRECISION) * scale
+            if SCALES:  # what the gradient of a scaled query is to its scale, it is to the scale by the query
+                d_own = tl.sum(q * d_q, 1)
+                tl.store(dScales + batch * ds_b + head * ds_h + rows * ds_t, d_own, mask=rows < TQ)
+                d_q *= own[:, None]
             store_tile(dQ + batch * dq_b + head * dq_h, d_q, start, dq_t, dq_d, TQ, D, M, BLOCK_D)
         if SLOPES:
             tl.store(dSlopes + batch * H + head, tl.sum(d_slope, 0))
@@ -122,15 +137,28 @@ def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return out, maximum, height
 
 
+def _position_gradients(q: Tensor, slopes: Tensor | None, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Room for the gradients of the slopes, by batch, and of the scales, in the order of a projection's memory."""
+    batch, heads, time, _ = q.shape
+    d_slopes = q.new_empty(batch, heads if slopes is not None else 0, dtype=torch.float32)
+    d_scales = q.new_empty(batch, time if scales is not None else 0, heads, dtype=torch.float32)
+    return d_slopes, d_scales.transpose(1, 2)
+
+
+def _strides(scales: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if scales is None else scales.stride()
+
+
 def _constants(
-    q: Tensor, v: Tensor, slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
-    alpha: float, causal: bool,
+    q: Tensor, v: Tensor, slopes: Tensor | None, scales: Tensor | None, lengths: Tensor | None,
+    documents: Tensor | None, alpha: float, causal: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """What the kernels are compiled for, but for the sizes of their blocks."""
     return {
         "KIND": kind_of(alpha, fine=q.dtype == torch.float32),
         "CAUSAL": causal,
         "SLOPES": slopes is not None,
+        "SCALES": scales is not None,
         "LENGTHS": lengths is not None,
         "DOCUMENTS": documents is not None,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
@@ -151,27 +179,28 @@ def _backward_blocks(keys: int, dim: int) -> dict[str, int]:
 
 @torch.library.custom_op("longspan::short_attention", mutates_args=())
 def short_attention(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
-    alpha: float, scale: float, causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, scales: Tensor | None, lengths: Tensor | None,
+    documents: Tensor | None, alpha: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The output, and the maximum and the height of every row."""
+    """The output, and the maximum and the height of every row. `scales`, (batch, heads, query_time) in float32, is a
+    factor of every query's products beside `scale`."""
     slopes, lengths, documents = contiguous(slopes, lengths, documents)
     batch, heads, time, _ = q.shape
     out, maximum, height = _outputs(q, v)
     blocks = _forward_blocks(k.shape[2])
     _forward[(triton.cdiv(time, blocks["M"]) * batch * heads,)](
-        q, k, v, out, maximum, height, slopes, lengths, documents, *powers_of(alpha), scale,
-        *q.stride(), *k.stride(), *v.stride(), *out.stride(),
+        q, k, v, out, maximum, height, slopes, scales, lengths, documents, *powers_of(alpha), scale,
+        *q.stride(), *k.stride(), *v.stride(), *out.stride(), *_strides(scales),
         heads, heads // k.shape[1], time, k.shape[2], q.shape[3], v.shape[3],
-        **blocks, **_constants(q, v, slopes, lengths, documents, alpha, causal),
+        **blocks, **_constants(q, v, slopes, scales, lengths, documents, alpha, causal),
     )  # fmt: skip
     return out, maximum, height
 
 
 @short_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
-    alpha: float, scale: float, causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, scales: Tensor | None, lengths: Tensor | None,
+    documents: Tensor | None, alpha: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _outputs(q, v)
 
@@ -179,46 +208,48 @@ def _(
 @torch.library.custom_op("longspan::short_attention_backward", mutates_args=())
 def short_attention_backward(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, maximum: Tensor, height: Tensor,
-    slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
+    slopes: Tensor | None, scales: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
     alpha: float, scale: float, causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k, v, and of the slopes by batch."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k, v, of the slopes by batch, and of the scales."""
     slopes, lengths, documents = contiguous(slopes, lengths, documents)
     batch, heads, time, _ = q.shape
     kv_heads, key_time = k.shape[1:3]
     d_q, d_k, d_v = like_tokens(q), like_tokens(k), like_tokens(v)
-    d_slopes = q.new_empty(batch, heads if slopes is not None else 0, dtype=torch.float32)
+    d_slopes, d_scales = _position_gradients(q, slopes, scales)
     _backward[(batch * kv_heads,)](
-        q, k, v, d_out, d_q, d_k, d_v, maximum, height, slopes, d_slopes, lengths, documents, *powers_of(alpha), scale,
+        q, k, v, d_out, d_q, d_k, d_v, maximum, height, slopes, d_slopes, scales, d_scales, lengths, documents,
+        *powers_of(alpha), scale,
         *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *d_q.stride(), *d_k.stride(), *d_v.stride(),
+        *_strides(scales), *d_scales.stride(),
         heads, heads // kv_heads, time, key_time, q.shape[3], v.shape[3],
         **_backward_blocks(key_time, max(q.shape[3], v.shape[3])),
-        **_constants(q, v, slopes, lengths, documents, alpha, causal),
+        **_constants(q, v, slopes, scales, lengths, documents, alpha, causal),
     )  # fmt: skip
-    return d_q, d_k, d_v, d_slopes
+    return d_q, d_k, d_v, d_slopes, d_scales
 
 
 @short_attention_backward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, maximum: Tensor, height: Tensor,
-    slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
+    slopes: Tensor | None, scales: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
     alpha: float, scale: float, causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    d_slopes = q.new_empty(q.shape[0], q.shape[1] if slopes is not None else 0, dtype=torch.float32)
-    return like_tokens(q), like_tokens(k), like_tokens(v), d_slopes
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return like_tokens(q), like_tokens(k), like_tokens(v), *_position_gradients(q, slopes, scales)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, slopes, lengths, documents, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, *output[1:], slopes, lengths, documents)
+    q, k, v, slopes, scales, lengths, documents, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, *output[1:], slopes, scales, lengths, documents)
 
 
 def _gradients(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, maximum, height, slopes, lengths, documents = ctx.saved_tensors
-    d_q, d_k, d_v, d_slopes = short_attention_backward(
-        q, k, v, d_out, maximum, height, slopes, lengths, documents, *ctx.rest
+    q, k, v, maximum, height, slopes, scales, lengths, documents = ctx.saved_tensors
+    d_q, d_k, d_v, by_batch, d_scales = short_attention_backward(
+        q, k, v, d_out, maximum, height, slopes, scales, lengths, documents, *ctx.rest
     )
-    return d_q, d_k, d_v, None if slopes is None else d_slopes.sum(0).to(slopes.dtype), *(None,) * 5
+    d_slopes = None if slopes is None else by_batch.sum(0).to(slopes.dtype)
+    return d_q, d_k, d_v, d_slopes, None if scales is None else d_scales, *(None,) * 5
 
 
 short_attention.register_autograd(_gradients, setup_context=_keep)

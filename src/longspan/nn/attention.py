@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.functional import attention, decode
-from longspan.functional.attention import check_rules
+from longspan.functional.attention import check_rules, scaled_queries
 from longspan.functional.decode import kernels_cannot
 from longspan.functional.reference import dense_attention
 from longspan.functional.scores import Rules, visible_tokens
@@ -148,13 +148,13 @@ class Attention(nn.Module):
             k, v, documents = cache.append(k, v, documents)
             if self._is_decoding(q, k, v, cache, documents):
                 n = (of_queries + 1).expand(len(q), -1)
-                out = self._decode(self._scaled(q, scaling, lambda: n), k, v, cache)
+                out = self._decode(scaled_queries(q, self._scales(scaling, lambda: n)), k, v, cache)
                 return self.output(out.transpose(1, 2).flatten(2))
             if cache.starts is not None:
                 documents = cache.padding_as_document(x.device)
         rules = check_rules(q, k, v, self.position.slopes, self.scale, self.causal, lengths, documents)
         count = partial(visible_tokens, rules, q.shape[2], k.shape[2], len(q), q.device)
-        out = self._attend(self._scaled(q, scaling, count), k, v, rules)  # (B, H, T, D)
+        out = self._attend(q, k, v, rules, self._scales(scaling, count))  # (B, H, T, D)
         return self.output(out.transpose(1, 2).flatten(2))
 
     def _projected(self, asking: Tensor, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -168,14 +168,12 @@ class Attention(nn.Module):
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _scaled(self, q: Tensor, scaling: Callable[[Tensor], Tensor | None], count: Callable[[], Tensor]) -> Tensor:
-        """The queries times what the scaler makes of n."""
+    def _scales(self, scaling: Callable[[Tensor], Tensor | None], count: Callable[[], Tensor]) -> Tensor | None:
+        """What the scaler makes of n for every query, (B, H, T); 1 where a head has a position of its own."""
         if isinstance(self.scaler, NoScale):
-            return q  # nobody asks for n, whose count may sort the documents
-        scale = scaling(count())  # (B, H, T) from (B, T)
-        if scale is None:
-            return q
-        return q * torch.where(self.position.scaled[:, None], scale, 1).to(q.dtype)[..., None]
+            return None  # nobody asks for n, whose count may sort the documents
+        scales = scaling(count())  # from (B, T)
+        return None if scales is None else torch.where(self.position.scaled[:, None], scales, 1)
 
     def _is_decoding(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, documents: Tensor | None) -> bool:
         """Whether `decode` serves: few queries over many keys, or after padding, and nothing to differentiate."""
@@ -207,10 +205,10 @@ class Attention(nn.Module):
             impl=self.impl,
         )
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, rules: Rules, scales: Tensor | None) -> Tensor:
         form = self.normalizer.entmax_form()
         if form is None:
-            return dense_attention(q, k, v, rules, self.normalizer)
+            return dense_attention(scaled_queries(q, scales), k, v, rules, self.normalizer)
         return attention(
             q,
             k,
@@ -218,6 +216,7 @@ class Attention(nn.Module):
             alpha=form.alpha,
             slopes=None if rules.slopes is None else rules.slopes / form.temperature,
             scale=rules.scale / form.temperature,
+            scales=scales,
             causal=rules.causal,
             lengths=rules.lengths,
             documents=rules.documents,
