@@ -15,6 +15,7 @@ from longspan.kernels import (
     decode,
     decode_rows,
     decode_values,
+    norms,
     output,
     rows,
     short,
@@ -28,6 +29,7 @@ POINTERS = {"List": "i16", "Live": "i8", "Counts": "i32", "Ranges": "i32", "Leng
 POINTERS |= {"Pages": "i32", "Table": "i32", "Starts": "i64", "Keys": "i32", "Arrivals": "i32", "Many": "i32"}
 POINTERS |= {"Copies": "u8", "Held": "i32", "Over": "i32", "LowGradients": "bf16", "LowCopies": "bf16"}
 HALVES = {"Q", "K", "V", "O", "dO", "dQ", "dK", "dV", "Low", "High"}
+HALVES |= {"Update", "dUpdate", "Normed", "dNormed"}
 NUMBERS = {"learning_rate", "rise_1", "rise_2", "log_1", "log_2", "weight_decay", "clip", "share"}
 NUMBERS |= {"a", "r", "scale", "tail", "tolerance", "aim", "unit", "reach", "epsilon"}
 OPTIONAL = {
@@ -47,6 +49,14 @@ OPTIONAL = {
     "Over": "COLLECTED",
     "Residue": "REFINE",
     "Average": "AVERAGE",
+    "Update": "AFTER",
+    "dUpdate": "AFTER",
+    "After": "AFTER",
+    "Normed": "BEFORE",
+    "dNormed": "BEFORE",
+    "dResidual": "BEFORE",
+    "Before": "BEFORE",
+    "dHidden": "ADD",
 }
 PLAIN: dict[str, Any] = {
     "KIND": 4, "CONVEX": True, "TAIL": False, "CAUSAL": True, "SLOPES": False, "LENGTHS": False, "DOCUMENTS": False,
@@ -54,7 +64,7 @@ PLAIN: dict[str, Any] = {
     "KEYS": 32, "CHUNK": 256, "BLOCK_D": 32, "BLOCK_DV": 32,
     "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 16, "PROBES": 4,
     "COLLECTED": True, "REFINE": False, "CAP": 64, "DEFER": True, "SHARES": 4, "GATHER": 16, "PARTS": 16, "STAGES": 3,
-    "AVERAGE": False,
+    "AVERAGE": False, "AFTER": True, "BEFORE": True, "KEEP": True, "ADD": True, "BLOCK": 256,
 }  # fmt: skip
 SPARSE: dict[str, dict[str, Any]] = {
     "slopes": {"SLOPES": True},
@@ -96,6 +106,13 @@ BACKWARD: dict[str, dict[str, Any]] = {
     },  # CUDA 12.8's assembler crashed on a loop that was empty
 }  # fmt: skip
 SOLVING = {name: options for name, options in DECODING.items() if not name.startswith("boxes")}
+NORMS: dict[str, dict[str, Any]] = {
+    "both": {},
+    "after": {"BEFORE": False},
+    "before": {"AFTER": False},
+    "before_alone": {"AFTER": False, "KEEP": False, "ADD": False},
+    "wide": {"M": 1, "BLOCK": 2048, "PRECISION": "ieee"},
+}
 NARROW = {"BLOCK_D": 32, "BLOCK_DV": 32}
 ADAM: dict[str, Any] = {"PARTS": adam.PARTS, "BLOCK": adam.BLOCK}
 SHORT: dict[str, dict[str, Any]] = {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}, "scales": {"SCALES": True}}
@@ -120,6 +137,11 @@ KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "score": (decode.score_kernel, {name: DECODING[name] for name in ("plain", "options", "pages", "boxes")}),
     "row": (decode_rows.row_kernel, SOLVING),
     "value": (decode_values.value_kernel, {name: SOLVING[name] for name in SOLVING if not name.startswith("short")}),
+    "norms_forward": (norms.forward_kernel, {name: {"M": 4} | options for name, options in NORMS.items()}),
+    "norms_backward": (
+        norms.backward_kernel,
+        {name: {"M": 8, "WARPS": 8} | options for name, options in NORMS.items()},
+    ),
     "short_forward": (short._forward, SHORT | {"256_keys": {"M": 64, "N": 256, "WARPS": 8, **NARROW}}),
     "short_backward": (short._backward, SHORT | {"256_keys": {"M": 16, "N": 256, "WARPS": 8, **NARROW}}),
 }
@@ -139,7 +161,7 @@ def signature_of(kernel: Any, options: dict[str, Any]) -> tuple[dict[str, str], 
             types[name] = "fp32"
         elif name in HALVES:
             types[name] = "*fp32" if constants["PRECISION"] == "ieee" else "*bf16"
-        elif (name[0].isupper() and not name.isupper()) or name in ("dSlopes", "dScales"):
+        elif (name[0].isupper() and not name.isupper()) or (name[0] == "d" and name[1:2].isupper()):
             types[name] = "*" + POINTERS.get(name, "fp32")
         else:
             types[name] = "i32"

@@ -22,6 +22,7 @@ from longspan.nn.positions import (
     linear_slopes,
     position_named,
 )
+from longspan.nn.residual import branch, merge, merge_and_branch, normed
 from longspan.nn.scalers import Adaptive, Scaler
 
 
@@ -105,7 +106,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the output reads from it."""
-        return self.output(self.norm(hidden))
+        return self.output(normed(hidden, self.norm, self.output))
 
     def new_caches(self) -> list[KVCache]:
         """Empty caches, one per layer."""
@@ -138,10 +139,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *, last: int | None = None, **options: Any) -> Tensor:
         """(batch, time, dim), or of the last tokens alone; `options`: of the attention."""
-        attended = self.attention(self.before_attention(x), last=last, **options)
-        x = last_tokens(x, last) + self.after_attention(attended)
-        gate, up = projections([self.gate, self.up], self.before_mlp(x))
-        return x + self.after_mlp(self.down(nn.functional.gelu(gate, approximate="tanh") * up))
+        x, h = branch(x, self.before_attention, self.attention.query)
+        attended = self.attention(h, last=last, **options)
+        x, h = merge_and_branch(last_tokens(x, last), attended, self.after_attention, self.before_mlp, self.gate)
+        gate, up = projections([self.gate, self.up], h)
+        return merge(x, self.down(nn.functional.gelu(gate, approximate="tanh") * up), self.after_mlp)
 
 
 def attention_of(config: AttentionConfig, dim: int, heads: int) -> Attention:
