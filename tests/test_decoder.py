@@ -299,3 +299,13 @@ def test_the_gradient_of_an_embedding_by_a_product_is_that_of_a_sum_over_tokens(
     (found,), (expected,) = (torch.autograd.grad(out, weight, gradient) for out in (by_product, by_sum))
     torch.testing.assert_close(found, expected)
     assert not found[3].any()
+
+
+def test_a_compiled_embedding_under_autocast_has_gradients_in_full_precision() -> None:
+    weight = torch.randn(5, 3, requires_grad=True)
+    read, gradient = torch.randint(0, 5, (2, 40)), torch.randn(2, 40, 3)
+    looked_up = torch.compile(LookUp.apply, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled, plain = looked_up(read, weight), nn.functional.embedding(read, weight)
+    (found,), (expected,) = (torch.autograd.grad(out, weight, gradient) for out in (compiled, plain))
+    torch.testing.assert_close(found, expected)

@@ -102,7 +102,11 @@ class Decoder(nn.Module):
         self, tokens: Tensor, *, caches: list[KVCache] | None = None, last: int | None = None, **options: Any
     ) -> Tensor:
         """What the last block says of every token, or of the last ones, (batch, time, dim)."""
-        return through(self.blocks, self.embed(tokens) * self.config.dim**0.5, caches, last, **options)
+        return through(self.blocks, self.embedded(tokens), caches, last, **options)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """What the first block reads."""
+        return self.embed(tokens) * self.config.dim**0.5
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the output reads from it."""

@@ -31,4 +31,5 @@ class LookUp(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         (tokens,) = ctx.saved_tensors
         one_hot = tokens.flatten()[:, None] == torch.arange(ctx.rows, device=tokens.device)
-        return None, one_hot.mT.to(gradient.dtype) @ gradient.flatten(0, -2)
+        with torch.autocast(tokens.device.type, enabled=False):  # a compiler takes the forward's autocast for granted
+            return None, one_hot.mT.to(gradient.dtype) @ gradient.flatten(0, -2)

@@ -71,6 +71,7 @@ class Trainer:
             # One block is compiled and serves every layer; the whole model as one graph takes minutes to compile.
             for block in self.replica.blocks:
                 block.compile(dynamic=True)
+            self.replica.embedded = torch.compile(self.replica.embedded, dynamic=True)  # type: ignore[method-assign]
             self._judge = torch.compile(judged_hidden, dynamic=True)
 
     def advance(self) -> None:
