@@ -14,21 +14,21 @@ from longspan.nn.decoder import Decoder
 
 
 class LowCopies:
-    """A second model to compute with: its `nn.Linear` weights are copies in bfloat16, all other parameters are the
-    first model's own. For use under autocast, which would round the same weights to the same numbers.
+    """A second model to compute with: its `nn.Linear` weights are copies in a lower precision, all other parameters are
+    the first model's own. For use under autocast, which would round the same weights to the same numbers.
 
     Attributes:
         model: the second model.
     """
 
-    def __init__(self, model: Decoder):
+    def __init__(self, model: Decoder, dtype: torch.dtype = torch.bfloat16):
         self.model = copy.deepcopy(model)
         theirs = dict(model.named_modules())
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {}  # name: the copy and what it is a copy of
         for path, module in self.model.named_modules():
             for key, parameter in list(theirs[path].named_parameters(recurse=False)):
                 if isinstance(module, nn.Linear) and key == "weight":
-                    low = nn.Parameter(parameter.detach().bfloat16())
+                    low = nn.Parameter(parameter.detach().to(dtype))
                     self._pairs[f"{path}.{key}"] = low, parameter
                     setattr(module, key, low)
                 else:

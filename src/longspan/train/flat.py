@@ -28,7 +28,7 @@ class FlatStep:
         self._low = [name for name in optimizer.adam_names if name in low]
         self._full = [name for name in optimizer.adam_names if name not in low]
         device = optimizer.rate.device
-        dtypes = torch.bfloat16, torch.float32
+        dtypes = {tensor.dtype for tensor in (*low.values(), *optimizer.parameters.values())}
         self._zeros = {dtype: torch.zeros(BLOCK, dtype=dtype, device=device) for dtype in dtypes}
 
         def all_joined(tensors: dict[str, Tensor]) -> Tensor:
