@@ -270,8 +270,9 @@ def test_an_option_reaches_its_part(option: str) -> None:
         ({"initial_gamma": 2.0}, "initial_gamma must be within"),
         ({"qk_noise": 0.5}, "needs qk_norm"),
         ({"slope_factor": 0.0}, "slope_factor must be positive"),
+        ({"qk_noise_layers": -1}, "qk_noise_layers must not be negative"),
     ],
-    ids=["method", "position", "alpha", "top_k", "initial_beta", "initial_gamma", "qk_noise", "slope_factor"],
+    ids=["method", "position", "alpha", "top_k", "initial_beta", "initial_gamma", "qk_noise", "slopes", "layers"],
 )
 def test_a_wrong_option_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -288,6 +289,14 @@ def test_noise_is_for_training_and_for_the_heads_named(heads_with_noise: str, qu
     assert not noise[:, :quiet].any()
     for head in range(quiet, 4):
         assert float(noise[:, head].std()) == pytest.approx(0.5 * 2.0, rel=0.05)
+
+
+def test_noise_may_be_in_the_first_layers_alone() -> None:
+    for layers, expected in ((None, [0.5, 0.5, 0.5]), (1, [0.5, 0.0, 0.0]), (0, [0.0, 0.0, 0.0])):
+        attention = AttentionConfig(qk_norm=True, qk_noise=0.5, qk_noise_layers=layers)
+        model = Decoder(DecoderConfig(7, layers=3, dim=16, hidden=16, heads=2, attention=attention))
+        norms = [module for module in model.modules() if isinstance(module, HeadNorm)]
+        assert [norm.noise for norm in norms[::2]] == [norm.noise for norm in norms[1::2]] == expected
 
 
 def test_the_gradient_of_an_embedding_by_a_product_is_that_of_a_sum_over_tokens() -> None:

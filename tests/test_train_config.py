@@ -153,6 +153,7 @@ def test_the_fingerprint_changes_with_everything_else() -> None:
         "model.attention.delta": 0.5,
         "model.attention.slope_factor": 0.25,
         "model.attention.qk_noise_on": "all",
+        "model.attention.qk_noise_layers": 1,
     }
     assert {path.split(".")[0] for path in changes} | set(WATCHED) == set(to_json(CONFIG))
     prints = [fingerprint(CONFIG), *(fingerprint(edited(CONFIG, path, value)) for path, value in changes.items())]

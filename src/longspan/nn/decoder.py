@@ -1,7 +1,7 @@
 """A decoder-only transformer in the style of Gemma 2: RMS norm before and after each sublayer, GeGLU, untied output."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ class AttentionConfig:
     qk_gain: float = 1.0  # where the weights of the norms of q and k start
     qk_noise: float = 0.0  # on normalised q and k, in training
     qk_noise_on: Literal["scaled", "all"] = "scaled"  # the heads that a scaler may scale (NAPE: without slopes), or all
+    qk_noise_layers: int | None = None  # the first ones, which have it; all by default
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config.vocabulary, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(_of_layer(config, index)) for index in range(config.layers))
         self.norm = RMSNorm(config.dim)
         self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
@@ -117,6 +118,14 @@ class Decoder(nn.Module):
         return [KVCache() for _ in self.blocks]
 
 
+def _of_layer(config: DecoderConfig, index: int) -> DecoderConfig:
+    """The config of a layer, counted from 0: noise may be for the first ones alone."""
+    noisy = config.attention.qk_noise_layers
+    if noisy is None or index < noisy:
+        return config
+    return replace(config, attention=replace(config.attention, qk_noise=0.0))
+
+
 def through(
     blocks: nn.ModuleList, x: Tensor, caches: Sequence[KVCache] | None, last: int | None, **options: Any
 ) -> Tensor:
@@ -152,6 +161,8 @@ class Block(nn.Module):
 
 def attention_of(config: AttentionConfig, dim: int, heads: int) -> Attention:
     """The attention layer that `config` describes."""
+    if config.qk_noise_layers is not None and config.qk_noise_layers < 0:
+        raise ValueError(f"qk_noise_layers must not be negative, got {config.qk_noise_layers}")
     if not config.slope_factor > 0:
         raise ValueError(f"slope_factor must be positive, got {config.slope_factor}")
     normalizer: Normalizer | None = None

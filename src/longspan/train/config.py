@@ -18,6 +18,7 @@ _YOUNGER = {
     ("model", "attention", "qk_gain"): 1.0,
     ("model", "attention", "qk_noise"): 0.0,
     ("model", "attention", "qk_noise_on"): "scaled",
+    ("model", "attention", "qk_noise_layers"): None,
     ("model", "attention", "slope_factor"): 1.0,
     ("noise_from",): 0.9,
 }
