@@ -369,10 +369,9 @@ def test_a_joint_projection_is_that_of_every_layer() -> None:
     torch.nn.init.normal_(beta.bias)
     torch.nn.init.normal_(gamma.bias)
     x = torch.randn(2, 5, attention.query.in_features, dtype=attention.query.weight.dtype)
-    for layers in (
-        (attention.query, attention.key, attention.value, beta, gamma),
-        (beta, attention.query, gamma, attention.key),
-    ):
+    every = (attention.query, attention.key, attention.value, *attention.scaler.projections())
+    assert len(every) == 5
+    for layers in (every, (beta, attention.query, gamma, attention.key)):
         for projected in (joint_projection, torch.compile(joint_projection, fullgraph=True, backend="eager")):
             for joint, part in zip(projected(layers, x), layers, strict=True):
                 torch.testing.assert_close(joint, part(x))

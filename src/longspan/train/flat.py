@@ -13,7 +13,7 @@ from torch import Tensor
 from longspan.kernels.adam import BLOCK, adam_step
 from longspan.train.config import OptimizerConfig
 from longspan.train.copies import LowCopies
-from longspan.train.optimizers import Optimizer, muon_update
+from longspan.train.optimizers import Optimizer, moved, muon_update
 
 _ALIGNED = 64  # numbers: 128 bytes in half precision, as matrix products like them
 
@@ -143,9 +143,7 @@ def muon_step(
     """Move a stack of matrices along their gradients over `shrink`, copy them, and let an average take in `share`."""
     rate = rate * config.muon_learning_rate
     update = muon_update(gradients.to(weights.dtype), momentum, shrink, config)
-    if config.weight_decay:
-        weights.mul_(1 - rate * config.weight_decay)
-    weights.sub_(rate * update)
+    moved([weights], [update], rate, config)
     copies.copy_(weights)
     if average is not None:
         average.lerp_(weights, share)
