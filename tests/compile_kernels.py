@@ -96,15 +96,14 @@ DECODING: dict[str, dict[str, Any]] = {
     "short": {"M": 16, "CHUNK": 64, "DEFER": False, "STATS": True},
     "short_softmax": {"M": 16, "CHUNK": 64, "DEFER": False, "KIND": 0, "SHARES": 1},
 }
+NARROW_HEADS: dict[str, Any] = {"MASK_ALL": True, "M": 128, "N": 128, "BLOCK_D": 16, "BLOCK_DV": 16, "WARPS": 8}
 BACKWARD: dict[str, dict[str, Any]] = {
     **SPARSE,
     "softmax": {"KIND": 0},
     "softmax_of_float32": {"KIND": 0, "PRECISION": "ieee"},
-    "softmax_of_narrow_heads": {
-        "KIND": 0, "MASK_ALL": True, "DOCUMENTS": True, "M": 128, "N": 128, "PART": 64, "BLOCK_D": 16, "BLOCK_DV": 16,
-        "WARPS": 8, "REGISTERS": 128,
-    },  # CUDA 12.8's assembler crashed on a loop that was empty
-}  # fmt: skip
+    # CUDA 12.8's assembler crashed on a loop that was empty.
+    "softmax_of_narrow_heads": NARROW_HEADS | {"KIND": 0, "DOCUMENTS": True, "PART": 64, "REGISTERS": 128},
+}
 SOLVING = {name: options for name, options in DECODING.items() if not name.startswith("boxes")}
 NORMS: dict[str, dict[str, Any]] = {
     "both": {},
@@ -125,7 +124,13 @@ KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "output": (output.output_kernel, SPARSE),
     "softmax": (
         softmax.softmax_kernel,
-        {"slopes": {"SLOPES": True}, "stats": {"STATS": True}, "float32": {"PRECISION": "ieee"}},
+        {
+            "slopes": {"SLOPES": True},
+            "stats": {"STATS": True},
+            "float32": {"PRECISION": "ieee"},
+            "narrow_heads": NARROW_HEADS | {"LENGTHS": True},
+            "narrow_heads_of_documents": NARROW_HEADS | {"DOCUMENTS": True},
+        },
     ),
     "query": (backward.query_kernel, BACKWARD),
     "key": (backward.key_kernel, BACKWARD),

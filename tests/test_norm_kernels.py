@@ -180,7 +180,9 @@ def test_gradients_of_any_strides(device: torch.device) -> None:
             torch.autograd.grad([h, z], sources, [d, d.flip(0)], retain_graph=True)
             for d in (gradient, gradient.contiguous())
         )
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True)), name
+        # Not the same bits: how a stride divides decides how wide a load is, and so the order of a row's sums.
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5), name
 
 
 @pytest.mark.parametrize("parts", PARTS)

@@ -73,7 +73,11 @@ def softmax_kernel(Q, K, V, O, Maximum, Height, Support, Entropy, Slopes, Length
             q, K, V, k_t, k_d, v_t, v_d, tile, positions, out, mass, moment, support, maximum, scale, slope, limit,
             Documents, TK, D, DV, CAUSAL, SLOPES, DOCUMENTS, PRECISION, STATS, False, N, BLOCK_D, BLOCK_DV)  # fmt: skip
     sees = mass > 0
-    height = tl.where(sees, tl.div_rn(1.0, tl.where(sees, mass, 1.0)), 0.0)  # an error here is one of the whole row
+    mass = tl.where(sees, mass, 1.0)
+    if PRECISION == "ieee":  # an error here is one of the whole row
+        height = tl.where(sees, tl.div_rn(1.0, mass), 0.0)
+    else:  # CUDA 12.8's assembler crashes on a rounded division here where heads are of 16 dims and all tiles masked
+        height = tl.where(sees, 1.0 / mass, 0.0)
     store_tile(O + batch * o_b + head * o_h, out * height[:, None], first, o_t, o_d, TQ, DV, M, BLOCK_DV)
     place = pair.to(tl.int64) * TQ + rows
     tl.store(Maximum + place, tl.where(sees, maximum, 0.0), mask=rows < TQ)
@@ -81,5 +85,5 @@ def softmax_kernel(Q, K, V, O, Maximum, Height, Support, Entropy, Slopes, Length
     if STATS:
         tl.store(Support + place, support, mask=rows < TQ)
         tl.store(
-            Entropy + place, tl.where(sees, tl.log(tl.where(sees, mass, 1.0)) - moment * height, 0.0), mask=rows < TQ
+            Entropy + place, tl.where(sees, tl.log(mass) - moment * height, 0.0), mask=rows < TQ
         )

@@ -58,9 +58,12 @@ def narrowed(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def accumulated(a, b, total, PRECISION: tl.constexpr):
-    """``total + a @ b``; in float32 the product is summed by itself first: a chain over all tiles rounds too often."""
+    """``total + a @ b``; in float32 the product is summed by itself first: a chain over all tiles rounds too often.
+
+    Written as a difference, because the compiler folds a sum back into the chain.
+    """
     if PRECISION == "ieee":
-        return total + tl.dot(a, b, input_precision=PRECISION)
+        return total - tl.dot(-a, b, input_precision=PRECISION)
     return tl.dot(a, b, total, input_precision=PRECISION)
 
 
