@@ -15,6 +15,7 @@ from longspan.kernels import (
     decode,
     decode_rows,
     decode_values,
+    gated,
     norms,
     output,
     rows,
@@ -29,7 +30,7 @@ POINTERS = {"List": "i16", "Live": "i8", "Counts": "i32", "Ranges": "i32", "Leng
 POINTERS |= {"Pages": "i32", "Table": "i32", "Starts": "i64", "Keys": "i32", "Arrivals": "i32", "Many": "i32"}
 POINTERS |= {"Copies": "u8", "Held": "i32", "Over": "i32", "LowGradients": "bf16", "LowCopies": "bf16"}
 HALVES = {"Q", "K", "V", "O", "dO", "dQ", "dK", "dV", "Low", "High"}
-HALVES |= {"Update", "dUpdate", "Normed", "dNormed"}
+HALVES |= {"Update", "dUpdate", "Normed", "dNormed", "Joint", "dJoint", "Out", "dOut"}
 NUMBERS = {"learning_rate", "rise_1", "rise_2", "log_1", "log_2", "weight_decay", "clip", "share"}
 NUMBERS |= {"a", "r", "scale", "tail", "tolerance", "aim", "unit", "reach", "epsilon"}
 OPTIONAL = {
@@ -112,6 +113,10 @@ NORMS: dict[str, dict[str, Any]] = {
     "before_alone": {"AFTER": False, "KEEP": False, "ADD": False},
     "wide": {"M": 1, "BLOCK": 2048, "PRECISION": "ieee"},
 }
+GATED: dict[str, dict[str, Any]] = {
+    "wide": {"M": 4, "BLOCK": 512},
+    "float32": {"M": 16, "BLOCK": 128, "PRECISION": "ieee"},
+}
 NARROW = {"BLOCK_D": 32, "BLOCK_DV": 32}
 ADAM: dict[str, Any] = {"PARTS": adam.PARTS, "BLOCK": adam.BLOCK}
 SHORT: dict[str, dict[str, Any]] = {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}, "scales": {"SCALES": True}}
@@ -147,6 +152,9 @@ KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
         norms.backward_kernel,
         {name: {"M": 8, "WARPS": 8} | options for name, options in NORMS.items()},
     ),
+    "norms_sums": (norms.sums_kernel, {"programs": {"PARTS": 256, "BLOCK": 16, "WARPS": 8}}),
+    "gated_forward": (gated.forward_kernel, GATED),
+    "gated_backward": (gated.backward_kernel, GATED),
     "short_forward": (short._forward, SHORT | {"256_keys": {"M": 64, "N": 256, "WARPS": 8, **NARROW}}),
     "short_backward": (short._backward, SHORT | {"256_keys": {"M": 16, "N": 256, "WARPS": 8, **NARROW}}),
 }

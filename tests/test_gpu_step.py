@@ -10,8 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from longspan.nn import decoder as decoder_module
-from longspan.nn import residual
+from longspan.nn import gated, residual
 from longspan.nn.attention import joint_projection
 from longspan.nn.embedding import Embedding, LookUp
 from longspan.paper.recipes import recipe
@@ -65,16 +64,19 @@ def test_a_step_by_kernels_is_the_plain_step(name: str, monkeypatch: pytest.Monk
         served.append("attention")
         return "triton"
 
-    def fused(*_: Any) -> bool:
-        served.append("norms")
-        return torch.is_grad_enabled()
+    def serves(name: str) -> Any:
+        def fused(*_: Any) -> bool:
+            served.append(name)
+            return torch.is_grad_enabled()
+
+        return fused
 
     monkeypatch.setattr(importlib.import_module("longspan.functional.attention"), "_choose", by_kernels)
     monkeypatch.setattr(importlib.import_module("longspan.nn.attention"), "projections", joint_projection)
-    monkeypatch.setattr(decoder_module, "projections", joint_projection)
-    monkeypatch.setattr(residual, "fused", fused)
+    monkeypatch.setattr(residual, "fused", serves("norms"))
+    monkeypatch.setattr(gated, "fused", serves("gates"))
     monkeypatch.setattr(Embedding, "forward", lambda self, tokens: LookUp.apply(tokens, self.weight))
     found = losses(HalfTrainer(small(name)))
     assert found == pytest.approx(plain, rel=1e-3)
     assert abs(plain[-1] - plain[0]) > 3e-3  # it moves, so that a step that does nothing would be seen
-    assert {"attention", "norms"} <= set(served)
+    assert {"attention", "norms", "gates"} <= set(served)

@@ -5,7 +5,7 @@
 
 A small model's step is launches: taken apart, a norm's backward is three, its input's gradient and two stages of a sum
 for its weights. Here the backward of both norms is one, in which a fixed number of programs add up the weights'
-gradients over their rows in a fixed order, and a short sum over the programs: deterministic.
+gradients over their rows in a fixed order, and a short launch that sums over the programs: deterministic.
 """
 
 from typing import Any
@@ -114,6 +114,15 @@ def backward_kernel(dHidden, dNormed, Hidden, Update, After, Before, Inverse, dR
         tl.store(dWeights + (D if AFTER else 0) + columns, tl.sum(d_before, 0), mask=columns < D)
 
 
+@triton.jit
+def sums_kernel(Parts, Sums, COUNT, WIDTH, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The sums of a few hundred rows, all in one look: torch's own takes 7 microseconds on an H200."""
+    rows, columns = tl.arange(0, PARTS), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = (rows[:, None] < COUNT) & (columns[None, :] < WIDTH)
+    parts = tl.load(Parts + rows[:, None] * WIDTH + columns[None, :], mask=there, other=0.0)
+    tl.store(Sums + columns, tl.sum(parts, 0), mask=columns < WIDTH)
+
+
 def _blocks(dim: int, values: int) -> dict[str, int]:
     """Rows of about as many values together as 8 a thread."""
     block = padded(dim)
@@ -214,7 +223,11 @@ def residual_norms_backward(
         *_strides(d_h), *_strides(d_z), *_strides(h), *_strides(y), batch * time, time, dim,
         AFTER=after is not None, BEFORE=before is not None, ADD=d_h is not None, **blocks,
     )  # fmt: skip
-    return d_x, d_y, d_weights.sum(0)  # here, where no compiler makes two launches of it
+    sums = inverse.new_empty(len(weights), dim)
+    sums_kernel[(triton.cdiv(sums.numel(), 16),)](
+        d_weights, sums, programs, sums.numel(), PARTS=padded(programs), BLOCK=16, num_warps=8
+    )
+    return d_x, d_y, sums
 
 
 @residual_norms_backward.register_fake

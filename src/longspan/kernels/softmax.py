@@ -74,16 +74,13 @@ def softmax_kernel(Q, K, V, O, Maximum, Height, Support, Entropy, Slopes, Length
             Documents, TK, D, DV, CAUSAL, SLOPES, DOCUMENTS, PRECISION, STATS, False, N, BLOCK_D, BLOCK_DV)  # fmt: skip
     sees = mass > 0
     mass = tl.where(sees, mass, 1.0)
-    if PRECISION == "ieee":  # an error here is one of the whole row
-        height = tl.where(sees, tl.div_rn(1.0, mass), 0.0)
-    else:  # CUDA 12.8's assembler crashes on a rounded division here where heads are of 16 dims and all tiles masked
-        height = tl.where(sees, 1.0 / mass, 0.0)
+    # An error here is one of the whole row. In half precision CUDA 12.8's assembler crashes on a rounded division
+    # where heads are of 16 dims and all tiles masked.
+    height = tl.where(sees, tl.div_rn(1.0, mass) if PRECISION == "ieee" else 1.0 / mass, 0.0)
     store_tile(O + batch * o_b + head * o_h, out * height[:, None], first, o_t, o_d, TQ, DV, M, BLOCK_DV)
     place = pair.to(tl.int64) * TQ + rows
     tl.store(Maximum + place, tl.where(sees, maximum, 0.0), mask=rows < TQ)
     tl.store(Height + place, height, mask=rows < TQ)
     if STATS:
         tl.store(Support + place, support, mask=rows < TQ)
-        tl.store(
-            Entropy + place, tl.where(sees, tl.log(mass) - moment * height, 0.0), mask=rows < TQ
-        )
+        tl.store(Entropy + place, tl.where(sees, tl.log(mass) - moment * height, 0.0), mask=rows < TQ)

@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from longspan.nn.attention import Attention, last_tokens, projections
+from longspan.nn.attention import Attention, last_tokens
 from longspan.nn.cache import KVCache
 from longspan.nn.embedding import Embedding
+from longspan.nn.gated import gated
 from longspan.nn.methods import build_attention
 from longspan.nn.norm import HeadNorm, RMSNorm
 from longspan.nn.normalizers import Entmax, Normalizer, TopK
@@ -155,8 +156,7 @@ class Block(nn.Module):
         x, h = branch(x, self.before_attention, self.attention.query)
         attended = self.attention(h, last=last, **options)
         x, h = merge_and_branch(last_tokens(x, last), attended, self.after_attention, self.before_mlp, self.gate)
-        gate, up = projections([self.gate, self.up], h)
-        return merge(x, self.down(nn.functional.gelu(gate, approximate="tanh") * up), self.after_mlp)
+        return merge(x, self.down(gated(self.gate, self.up, h)), self.after_mlp)
 
 
 def attention_of(config: AttentionConfig, dim: int, heads: int) -> Attention:
