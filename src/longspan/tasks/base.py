@@ -130,9 +130,10 @@ def generative_batch(source: Tensor, target: Tensor) -> Batch:
     )
 
 
-def classification_batch(tokens: Tensor, targets: Tensor) -> Batch:
-    """Every position of tokens (batch, time) counts."""
-    return Batch(tokens, targets, torch.ones_like(tokens, dtype=torch.bool))
+def classification_batch(tokens: Tensor, targets: Tensor, uncounted: int = 0) -> Batch:
+    """Every position of tokens (batch, time) counts, but for the first `uncounted`."""
+    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return Batch(tokens, targets, places >= uncounted)
 
 
 def counted_tail(mask: Tensor) -> int:

@@ -1,18 +1,23 @@
 """Local Count: at every token, say how many equal tokens stand directly before it.
 
-    tokens    5    5    5    9    9    5    5    5    5    2
-    targets   0    1    2    0    1    0    1    2    3    0
+    tokens    BOS  5    5    5    9    9    5    5    5    5    2
+    targets   .    0    1    2    0    1    0    1    2    3    0
 
 The source is a row of blocks, each one symbol repeated, neighbours of different symbols, the last block cut off by the
 end. The same symbol comes back in other blocks, which must not be counted. Repeats are uniform in 2..48 as in the
 released code, where the paper has U(1, 48), and the target is the 0-based place in the block. Token and class share
-ids: 16 symbols, 48 classes.
+ids: 16 symbols, then BOS, and 48 classes.
+
+BOS, which does not count, is what the first block is counted from: without it all keys of that block are equal, weights
+that sum to 1 say the same of each of its tokens, and none can be told from another. The paper's Table has 100 % for
+RoPE, so its sources must begin with something.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from longspan.tasks.base import Batch, Device, Task, classification_batch
 
@@ -41,10 +46,13 @@ class LocalCount(Task):
 
     @property
     def vocabulary(self) -> int:
-        return max(self.num_symbols, self.max_repeats)
+        return max(self.num_symbols + 1, self.max_repeats)
+
+    def symbol(self, token: int) -> str:
+        return "BOS" if token == self.num_symbols else str(token)
 
     def time(self, length: int) -> int:
-        return length
+        return 1 + length
 
     def draw(self, batch: int, length: int, generator: torch.Generator | None, device: Device) -> Batch:
         def integers(low: int, high: int, width: int) -> torch.Tensor:
@@ -58,4 +66,8 @@ class LocalCount(Task):
         ends = repeats.cumsum(1)
         place = torch.arange(length, device=device).repeat(batch, 1)
         block = torch.searchsorted(ends, place, right=True)  # (batch, length)
-        return classification_batch(tokens=symbols.gather(1, block), targets=place - (ends - repeats).gather(1, block))
+        return classification_batch(
+            tokens=F.pad(symbols.gather(1, block), (1, 0), value=self.num_symbols),
+            targets=F.pad(place - (ends - repeats).gather(1, block), (1, 0)),
+            uncounted=1,
+        )
