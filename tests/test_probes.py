@@ -3,6 +3,8 @@
 import functools
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from longspan.cli import app
+from longspan.cli import probes as commands
 from longspan.functional import attention, entmax
 from longspan.probes import (
     all_probes,
@@ -21,6 +24,7 @@ from longspan.probes import (
     transformation,
     two_level,
 )
+from longspan.probes.base import Report, Size
 from longspan.results import Row, read_rows
 
 ALPHAS = (1.2, 1.5, 1.75, 2.0, 3.0)
@@ -177,3 +181,16 @@ def test_the_command_measures_and_redraws(tmp_path: Path) -> None:
     assert (tmp_path / "transformation.png").read_bytes().startswith(b"\x89PNG")
     for wrong in (["collapse", "--rows", str(rows)], ["transformation", "--rows", str(rows), "--out", "figure.txt"]):
         assert CliRunner().invoke(app, ["figure", "probe", *wrong]).exit_code == 2
+
+
+def test_a_measurement_that_is_stopped_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(size: Size, report: Report) -> Iterator[Row]:
+        for number in range(3):
+            report(number, 10, "some")
+            yield {"number": number}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "get_probe", lambda name: replace(get_probe("collapse"), measure=stopped))
+    with pytest.raises(KeyboardInterrupt):
+        commands.probe("collapse", out=tmp_path)
+    assert [row["number"] for row in read_rows(tmp_path / "collapse.jsonl")] == [0, 1, 2]

@@ -1,5 +1,7 @@
 """`longspan probe` and `longspan figure probe`: the claims of the theory, measured."""
 
+import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +13,7 @@ from rich.table import Table
 
 from longspan.cli.console import console, fail, print_whole
 from longspan.probes import Probe, Size, all_probes, get_probe
+from longspan.results import Row
 
 
 class SizeName(StrEnum):
@@ -23,6 +26,8 @@ class Format(StrEnum):
     pdf = "pdf"
     svg = "svg"
 
+
+KEEP, TELL = 5.0, 20.0  # seconds between two writes, and two lines where there is no terminal for a bar
 
 SIZES: dict[SizeName, Size] = {SizeName.small: "small", SizeName.paper: "paper"}
 
@@ -41,10 +46,9 @@ def probe(
         return
     chosen = get_probe(name)
     origin = {"probe": chosen.name, "size": size.value} | provenance("cpu")
-    rows = _measured(chosen, SIZES[size])
     path, figure = out / f"{chosen.name}.jsonl", out / f"{chosen.name}.{format.value}"
     path.unlink(missing_ok=True)
-    append_rows(path, (row | origin for row in rows))
+    rows = _measured(chosen, SIZES[size], lambda new: append_rows(path, (row | origin for row in new)))
     chosen.draw(rows, figure)
     print_whole(_table(chosen.table(rows)))
     console.print(f"[bold]claim[/bold]   {escape(chosen.claim)}", highlight=False)
@@ -80,15 +84,31 @@ def _list() -> None:
     console.print(listing)
 
 
-def _measured(chosen: Probe, size: Size) -> list[dict[str, Any]]:
+def _measured(chosen: Probe, size: Size, keep: Callable[[list[Row]], None]) -> list[Row]:
+    """The rows, handed to `keep` as they come: a long measurement that is stopped has them up to there."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    began = told = kept_at = time.monotonic()
+    rows: list[Row] = []
+    kept = 0
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
         bar = progress.add_task(chosen.name, total=None, note="")
 
         def report(done: int, total: int, note: str) -> None:
+            nonlocal told
             progress.update(bar, completed=done, total=total, note=note)
+            if not console.is_terminal and time.monotonic() - told > TELL:
+                told = time.monotonic()
+                console.print(f"{told - began:.0f} s: {done} of {total}, {note}", highlight=False)
 
-        return list(chosen.measure(size, report))
+        try:
+            for row in chosen.measure(size, report):
+                rows.append(row)
+                if time.monotonic() - kept_at > KEEP:
+                    keep(rows[kept:])
+                    kept, kept_at = len(rows), time.monotonic()
+        finally:
+            keep(rows[kept:])
+    return rows
 
 
 def _table(lines: list[dict[str, Any]]) -> Table:

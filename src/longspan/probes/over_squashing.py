@@ -27,8 +27,9 @@ from longspan.probes.base import Probe, Report, Size, method_name
 from longspan.results import Row
 from longspan.tasks import get_task
 from longspan.tasks.base import Batch, stream_seed
-from longspan.train.config import OptimizerConfig, RunConfig
+from longspan.train.config import OptimizerConfig, Precision, RunConfig
 from longspan.train.trainer import Trainer, model_of
+from longspan.train.worker import compile_without_limit
 
 ALPHAS = (1.0, 1.5, 2.0)
 SEEDS = (0, 1, 2)
@@ -48,11 +49,11 @@ class Scale(NamedTuple):
 
 SCALES: dict[Size, Scale] = {
     "small": Scale(length=32, symbols=8, dim=48, heads=4, steps=300, batch=16),
-    "paper": Scale(length=256, symbols=32, dim=256, heads=8, steps=4000, batch=64),
+    "paper": Scale(length=256, symbols=32, dim=256, heads=8, steps=2000, batch=64),
 }
 
 
-def run_config(scale: Scale, alpha: float, seed: int) -> RunConfig:
+def run_config(scale: Scale, alpha: float, seed: int, precision: Precision = "float32") -> RunConfig:
     """The run of one alpha. The paper does not say its position or optimiser: NAPE and Muon are ours."""
     options: dict[str, float] = {"num_symbols": scale.symbols}
     attention = AttentionConfig(method="entmax", position="nape", alpha=alpha)
@@ -67,6 +68,7 @@ def run_config(scale: Scale, alpha: float, seed: int) -> RunConfig:
         shortest=scale.length,
         longest=scale.length,
         seed=seed,
+        precision=precision,
     )
 
 
@@ -155,13 +157,22 @@ def look(model: Decoder, batch: Batch) -> list[Row]:
 def _measure(size: Size, report: Report) -> Iterator[Row]:
     scale = SCALES[size]
     device = "cuda" if size == "paper" and torch.cuda.is_available() else "cpu"
+    precision: Precision = "bfloat16" if device == "cuda" else "float32"  # of the training; looks are in float32
     task = get_task("delayed_copy", num_symbols=scale.symbols)
     generator = torch.Generator().manual_seed(stream_seed("test", scale.length))
     batch = Batch(*(part.to(device) for part in task.sample(SEQUENCES, scale.length, generator=generator)))
     cells = [(seed, alpha) for seed in SEEDS for alpha in ALPHAS]
+    if device == "cuda":
+        compile_without_limit()
     for number, (seed, alpha) in enumerate(cells):
-        trainer = Trainer(run_config(scale, alpha, seed), device)
-        origin = {"seed": seed, "alpha": alpha, "n": batch.tokens.shape[1], "trained_on": device}
+        trainer = Trainer(run_config(scale, alpha, seed, precision), device)
+        origin = {
+            "seed": seed,
+            "alpha": alpha,
+            "n": batch.tokens.shape[1],
+            "trained_on": device,
+            "precision": precision,
+        }
         for step in range(scale.steps + 1):
             if step % (scale.steps // LOOKS) == 0:
                 report(number * scale.steps + step, len(cells) * scale.steps, f"seed {seed}, alpha {alpha:g}")

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 from longspan.nn.decoder import AttentionConfig, DecoderConfig
 
 Config = TypeVar("Config")
+Precision = Literal["float32", "bfloat16"]
 
 # Fields younger than the first published results, and what they were before.
 _YOUNGER = {
@@ -54,7 +55,7 @@ class RunConfig:
     seed: int = 0
     average: float | None = None  # decay of the running average of the weights, which is then what is evaluated
     noise_from: float = 0.9  # the token accuracy, a running mean, from which on there is `model.attention.qk_noise`
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = "float32"
     log_every: int = 100
     save_every: int = 1000
     validate_every: int | None = None  # steps; None: at the end only
