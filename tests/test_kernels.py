@@ -10,6 +10,7 @@ from test_attention import SMALL
 from torch import Tensor
 
 from longspan import attention, which_impl
+from longspan.functional.scores import fellow_tokens
 
 pytest.importorskip("triton")
 
@@ -146,3 +147,21 @@ def test_sizes_it_cannot_hold_are_refused(device: torch.device) -> None:
 def test_a_gpu_takes_the_kernel_by_itself(device: torch.device) -> None:
     q = torch.randn(1, 2, 8, 8, device=device)
     assert which_impl(q, q, q) == ("triton" if q.is_cuda else "reference")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_counts_of_a_document_are_the_same_compiled(causal: bool, device: torch.device) -> None:
+    """Interleaved documents and padding, against a count of every pair."""
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.cat([torch.randint(0, 3, (2, 200), generator=draw), torch.full((2, 60), -1)], 1).int().to(device)
+    seen = torch.ones(260, 260, dtype=torch.bool, device=device)
+    pairs = (ids[:, :, None] == ids[:, None, :]) & (seen.tril() if causal else seen)
+    wanted = pairs.sum(-1)
+    assert torch.equal(fellow_tokens(ids, causal), wanted)
+    torch.library.opcheck(fellow_tokens, (ids, causal))
+
+    def logarithms(ids: torch.Tensor) -> torch.Tensor:
+        return fellow_tokens(torch.where(ids < 0, -1, ids), causal).float().log1p()
+
+    compiled = torch.compile(logarithms, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
+    assert torch.allclose(compiled(ids), wanted.float().log1p())
