@@ -37,7 +37,7 @@ from longspan.nn import (
     linear_slopes,
 )
 from longspan.nn.attention import joint_projection
-from longspan.nn.scalers import log_length
+from longspan.nn.scalers import log_length, softplus
 
 DIM, HEADS, TIME = 24, 4, 37
 
@@ -375,3 +375,27 @@ def test_a_joint_projection_is_that_of_every_layer() -> None:
         for projected in (joint_projection, torch.compile(joint_projection, fullgraph=True, backend="eager")):
             for joint, part in zip(projected(layers, x), layers, strict=True):
                 torch.testing.assert_close(joint, part(x))
+
+
+def test_a_compiler_and_autograd_agree_on_the_gradients_of_a_scale() -> None:
+    """Its transposed gradients have strides that torch's own softplus misstates to a compiler."""
+    torch.manual_seed(0)
+    scaler = Adaptive(8, 3, initial_beta=None)
+    x, n = torch.randn(2, 5, 8), torch.arange(1, 6).expand(2, 5)
+    queries = torch.randn(2, 5, 3, 4).transpose(1, 2)
+
+    def gradients(run: Callable[..., Tensor]) -> list[Tensor]:
+        return list(torch.autograd.grad(run(x, n), list(scaler.parameters())))
+
+    def total(x: Tensor, n: Tensor) -> Tensor:
+        return (queries * scaler(x, n)[..., None]).sum()
+
+    for mine, theirs in zip(gradients(torch.compile(total, backend="aot_eager")), gradients(total), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_softplus_is_torchs() -> None:
+    x = torch.linspace(-120, 120, 1001, dtype=torch.float64, requires_grad=True)
+    ours, theirs = softplus(x), torch.nn.functional.softplus(x, threshold=1000)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*(torch.autograd.grad(value.sum(), x)[0] for value in (ours, theirs)))

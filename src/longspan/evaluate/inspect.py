@@ -16,7 +16,7 @@ from longspan.functional.reference import dense_scores
 from longspan.functional.scores import Rules, visible_tokens
 from longspan.nn.attention import Attention
 from longspan.nn.decoder import Decoder
-from longspan.nn.scalers import Adaptive, NoScale, Scalable, SSMax
+from longspan.nn.scalers import Adaptive, NoScale, Scalable, SSMax, softplus
 from longspan.results import Row, provenance
 from longspan.tasks.base import Task, stream_seed
 from longspan.train.config import RunConfig, fingerprint
@@ -84,7 +84,7 @@ def scale_parts(layer: Attention, x: Tensor, n: Tensor) -> dict[str, Tensor]:
     elif isinstance(scaler, Scalable):
         parts["beta"], parts["gamma"] = (part[:, None].expand_as(like) for part in (scaler.beta, scaler.gamma))
     elif isinstance(scaler, Adaptive):
-        parts["beta"] = nn.functional.softplus(scaler.beta(x)).transpose(1, 2)
+        parts["beta"] = softplus(scaler.beta(x)).transpose(1, 2)
         if isinstance(scaler.gamma, nn.Linear):
             parts["gamma"] = scaler.gamma_range * scaler.gamma(x).tanh().transpose(1, 2)
         else:

@@ -16,6 +16,11 @@ def log_length(n: Tensor, x: Tensor) -> Tensor:
     return n.to(torch.promote_types(x.dtype, torch.float32)).log1p()
 
 
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x). Not torch's own: a compiler is told other strides of its gradient than it has."""
+    return torch.logaddexp(x, x.new_zeros(()))
+
+
 class Scaler(nn.Module):
     """From the layer's input (batch, time, dim) and n (batch, time) to multipliers (batch, heads, time), or None."""
 
@@ -103,7 +108,7 @@ class Adaptive(Scaler):
     def forward(self, x: Tensor, n: Tensor, projected: Sequence[Tensor] | None = None) -> Tensor:
         projected = [layer(x) for layer in self.projections()] if projected is None else projected
         log_n = log_length(n, x)[..., None]  # (B, T, 1)
-        beta = nn.functional.softplus(projected[0].to(log_n.dtype))  # (B, T, H)
+        beta = softplus(projected[0].to(log_n.dtype))  # (B, T, H)
         if isinstance(self.gamma, nn.Linear):
             power = log_n ** (self.gamma_range * projected[1].to(log_n.dtype).tanh())
         else:
