@@ -93,6 +93,7 @@ OURS = AttentionConfig(delta=0.0, initial_beta=0.25, initial_gamma=1.0, qk_norm=
             replace(OURS, slopes="exponential", qk_noise=1.0, qk_noise_on="all"),
         ),
         ("longspan/flip_flop_dense/nape/asentmax", replace(OURS, slopes="exponential")),
+        ("longspan/local_count/nape/asentmax", replace(OURS, slopes="exponential", rope_original_length=128)),
         ("paper/copy/rope/topk_16", AttentionConfig("topk", "rope", top_k=16, rope_factor=16.0, initial_beta=None)),
         ("paper/copy/alibi/topk_half", AttentionConfig("topk", "alibi", top_fraction=0.5, initial_beta=None)),
         ("paper/copy/nope/stick_breaking", AttentionConfig("stick_breaking", "nope", initial_beta=None)),

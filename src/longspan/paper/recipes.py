@@ -5,7 +5,7 @@ of the scalers are the released code's where the paper is silent or differs (a w
 `longspan/<task>/<position>/<method>` are the same cells by our recipe: Muon, a running average of the weights and far
 fewer steps; for the sparse methods RMS norm on queries and keys, whose small gains make attention start near uniform,
 scales that start at 1 and grow like log n, on MQMTAR, Reverse, Copy and sparse Flip-Flop noise on queries and keys once
-the task is learned, and on MQMTAR and Flip-Flop exponential slopes.
+the task is learned, and on MQMTAR, Flip-Flop and Local Count exponential slopes.
 """
 
 from collections.abc import Iterator
@@ -45,13 +45,14 @@ _CELLS = {
 # For the sparse methods, see LOG.md. Noise on q and k once a task is learned asks for the margins, here for the longer
 # contexts to match by, that a longer sequence needs; on all heads, or else some are a quiet place to do without.
 # Heads of 16, as Copy's are, bear half of it. MQMTAR: windows from 2 tokens to 256, as under 1/h none reaches a query;
-# Flip-Flop: from 4 to 256, as the last write may be far away.
+# Flip-Flop and Local Count: from 4 to 256, as the last write, or the beginning of a block, may be far away.
 _OURS_IF_SPARSE: dict[str, dict[str, Any]] = {
     "mqmtar": {"slopes": "exponential", "qk_noise": 1.0, "qk_noise_on": "all"},
     "reverse": {"qk_noise": 1.0, "qk_noise_on": "all"},
     "copy": {"qk_noise": 0.5, "qk_noise_on": "all"},
     "flip_flop_sparse": {"slopes": "exponential", "qk_noise": 1.0, "qk_noise_on": "all"},
     "flip_flop_dense": {"slopes": "exponential"},
+    "local_count": {"slopes": "exponential"},
 }
 _OUR_STEPS = {"mqmtar": 10_000, "reverse": 10_000, "copy": 10_000}
 
