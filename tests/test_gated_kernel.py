@@ -1,5 +1,7 @@
 """The kernel of gated layers against a float64 oracle: in Triton's interpreter on a CPU, compiled on a GPU."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,10 +27,10 @@ def plainly(joint: Tensor) -> Tensor:
     return nn.functional.gelu(gate, approximate="tanh") * up
 
 
-def with_gradient(compute: object, joint: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
+def with_gradient(compute: Callable[[Tensor], Tensor], joint: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
     joint = joint.detach().requires_grad_()
-    out = compute(joint)  # type: ignore[operator]
-    (d_joint,) = torch.autograd.grad(out, joint, d_out.to(out.dtype))
+    out = compute(joint)
+    (d_joint,) = torch.autograd.grad(out, joint, d_out.to(out))
     return out.detach(), d_joint
 
 
@@ -92,7 +94,7 @@ def test_a_layer_by_the_kernel_is_the_plain_layer(
     wanted = nn.functional.gelu(gate(x), approximate="tanh") * up(x)
     assert torch.allclose(layer.gated(gate, up, x), wanted, atol=1e-6)
     if gate_kind is nn.Linear:
-        assert layer.fused(gate, up, x) == device.type.startswith("cuda")
+        assert layer.fused(gate, up, x) == (device.type == "cuda")
         monkeypatch.setattr(layer, "fused", lambda *_: True)
         assert torch.allclose(layer.gated(gate, up, x), wanted, atol=1e-6)
     else:

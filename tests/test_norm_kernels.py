@@ -180,9 +180,9 @@ def test_gradients_of_any_strides(device: torch.device) -> None:
             torch.autograd.grad([h, z], sources, [d, d.flip(0)], retain_graph=True)
             for d in (gradient, gradient.contiguous())
         )
-        # Not the same bits: how a stride divides decides how wide a load is, and so the order of a row's sums.
         for mine, theirs in zip(found, wanted, strict=True):
-            assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5), name
+            # On a GPU how a stride divides decides how wide a load is, and so the order of a row's sums.
+            assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5) if ON_GPU else torch.equal(mine, theirs), name
 
 
 @pytest.mark.parametrize("parts", PARTS)

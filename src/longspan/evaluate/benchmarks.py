@@ -5,12 +5,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from longspan.nn.llama import Llama
 from longspan.paper.language import BENCHMARKS
 from longspan.text.corpora import Corpus
 from longspan.text.documents import CorpusError
+from longspan.train.config import Precision
 
 _NAMES = {"lambada_openai": "lambada"}  # lm-eval's to the paper's
 # Where lm-eval gives several, the first of these is the one that is told. The paper does not say which is its own;
@@ -39,7 +40,7 @@ def run_benchmarks(
     corpus: Corpus,
     tasks: Sequence[str],
     *,
-    precision: Literal["float32", "bfloat16"] = "float32",
+    precision: Precision = "float32",
     longest: int | None = None,
     limit: int | None = None,
     shots: int | None = None,

@@ -17,7 +17,7 @@ import torch
 from longspan.nn.decoder import Decoder
 from longspan.results import Row, now, provenance, read_rows
 from longspan.tasks.base import Batch, Task, counted_tail, stream_seed
-from longspan.train.config import RunConfig, fingerprint
+from longspan.train.config import Precision, RunConfig, fingerprint
 
 VALIDATION_MULTIPLES = (1, 2, 4, 8)  # of the longest training length; nothing longer may decide anything
 LONG, LONG_SAMPLES = 16_384, 200  # from so many tokens on, so many samples will do
@@ -47,7 +47,7 @@ def measure(
     samples: int,
     *,
     purpose: Purpose = "test",
-    precision: Literal["float32", "bfloat16"] = "float32",
+    precision: Precision = "float32",
 ) -> Measurement:
     """Measure `model` on `samples` fresh sequences of a length.
 
@@ -79,9 +79,7 @@ def measure(
     )
 
 
-def _counts(
-    model: Decoder, batches: Iterator[Batch], precision: Literal["float32", "bfloat16"]
-) -> tuple[int, int, int]:
+def _counts(model: Decoder, batches: Iterator[Batch], precision: Precision) -> tuple[int, int, int]:
     """Sequences all right, tokens right, tokens that count."""
     device = next(model.parameters()).device
     half = precision == "bfloat16" and device.type == "cuda"

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -10,6 +10,7 @@ from longspan.evaluate.continuation import batches_by_length, continuations
 from longspan.evaluate.ladder import wilson
 from longspan.nn.llama import Llama
 from longspan.text.needles import Needle, NeedleMaker, is_right
+from longspan.train.config import Precision
 
 _TOKENS = {"cpu": 1 << 14, "cuda": 1 << 18}  # read at once
 _FIFTHS = 5
@@ -31,7 +32,7 @@ def retrieval(
     model: Llama,
     maker: NeedleMaker,
     needles: Sequence[Needle],
-    precision: Literal["float32", "bfloat16"] = "float32",
+    precision: Precision = "float32",
 ) -> Retrieval:
     """How many of the needles `model` finds."""
     device = next(model.parameters()).device

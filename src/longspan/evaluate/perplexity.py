@@ -28,10 +28,9 @@ from torch import Tensor, nn
 from longspan.nn.llama import Llama
 from longspan.text.documents import CorpusError
 from longspan.text.shards import TokenStream
+from longspan.train.config import Precision
 
 Scoring = Literal["same", "all"]
-Precision = Literal["float32", "bfloat16"]
-
 _LOGITS = 1 << 26  # at once: 256 MiB of float32
 _TOKENS = {"cpu": 1 << 14, "cuda": 1 << 17}  # read at once
 

@@ -83,25 +83,8 @@ def visible_tokens(rules: Rules, query_time: int, key_time: int, batch: int, dev
     keys = torch.arange(key_time, device=device)
     # Padding becomes documents of its own, one beyond every real id.
     ids = torch.where(keys < end, rules.documents, rules.documents.amax() + 1)
-    return fellow_tokens(ids, rules.causal)[:, rows.clamp_min(0)]
-
-
-@torch.library.custom_op("longspan::fellow_tokens", mutates_args=())
-def fellow_tokens(ids: Tensor, causal: bool) -> Tensor:
-    """For every token how many of its row have its id, itself included; causal: of those up to it. (batch, time).
-
-    An operator of its own, so that no compiler looks into it: inductor's own search on a GPU is known to be wrong
-    without a word for some inputs (github.com/pytorch/pytorch/issues/182343).
-    """
     ordered, order = ids.sort(dim=-1, stable=True)
     first = torch.searchsorted(ordered, ordered, side="left")
-    if causal:
-        count = torch.arange(1, ids.shape[1] + 1, device=ids.device) - first
-    else:
-        count = torch.searchsorted(ordered, ordered, side="right") - first
-    return torch.empty_like(count).scatter_(-1, order, count)
-
-
-@fellow_tokens.register_fake
-def _(ids: Tensor, causal: bool) -> Tensor:
-    return ids.new_empty(ids.shape, dtype=torch.int64)
+    count = keys + 1 - first if rules.causal else torch.searchsorted(ordered, ordered, side="right") - first
+    counts = torch.empty_like(count).scatter_(-1, order, count)
+    return counts[:, rows.clamp_min(0)]

@@ -7,7 +7,7 @@ goes on in windows of that many tokens.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from longspan.evaluate.continuation import batches_by_length, continuations
 from longspan.nn.llama import Llama
 from longspan.text.tokenizer import Tokenizer
+from longspan.train.config import Precision
 
 _TOKENS = {"cpu": 1 << 13, "cuda": 1 << 17}  # read at once, padding included
 
@@ -40,7 +41,7 @@ class LongspanLM(TemplateLM):
         tokenizer: Tokenizer,
         *,
         longest: int | None = None,
-        precision: Literal["float32", "bfloat16"] = "float32",
+        precision: Precision = "float32",
     ):
         super().__init__()
         if longest is not None and longest < 2:

@@ -9,8 +9,8 @@ released code, where the paper has U(1, 48), and the target is the 0-based place
 ids: 16 symbols, then BOS, and 48 classes.
 
 BOS, which does not count, is what the first block is counted from: without it all keys of that block are equal, weights
-that sum to 1 say the same of each of its tokens, and none can be told from another. The paper's Table has 100 % for
-RoPE, so its sources must begin with something.
+that sum to 1 say the same of each of its tokens, and but for roundings none can be told from another. The paper's table
+has 100 % for RoPE, so its sources must begin with something.
 """
 
 from dataclasses import dataclass

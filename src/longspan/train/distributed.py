@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from longspan.nn.llama import Llama
 from longspan.text.packing import TextBatch
-from longspan.train.config import OptimizerConfig
+from longspan.train.config import OptimizerConfig, Precision
 from longspan.train.matrices import from_owners, gathered, owned_by_each, owned_of, to_owners
 from longspan.train.optimizers import Optimizer, momentum_name, moved, muon_update
 
@@ -86,7 +86,7 @@ def recompute_blocks(model: Llama) -> None:
         block.forward = partial(recompute, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def shard(model: Llama, processes: Processes, precision: Literal["float32", "bfloat16"]) -> None:
+def shard(model: Llama, processes: Processes, precision: Precision) -> None:
     """Leave each process its part of every parameter; a block is whole only while it runs.
 
     In bfloat16 the blocks travel and run so. The embedding, the last norm and the output stay in float32 under

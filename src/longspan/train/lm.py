@@ -22,7 +22,7 @@ from longspan.text.corpora import open_corpus
 from longspan.text.documents import CorpusError
 from longspan.text.packing import TextBatch, Windows, evenly_spaced, stacked, window
 from longspan.train.checkpoint import Checkpoint
-from longspan.train.config import OptimizerConfig, from_json, to_json
+from longspan.train.config import OptimizerConfig, Precision, from_json, to_json
 from longspan.train.distributed import (
     ALONE,
     Processes,
@@ -54,7 +54,7 @@ class LanguageConfig:
     activations: Literal["kept", "recomputed"] = "kept"  # for the backward pass; recomputed is slower and takes less
     documents: Literal["separate", "joined"] = "separate"
     seed: int = 0
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Precision = "float32"
     log_every: int = 10
     save_every: int = 500
     validate_every: int = 500

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from longspan.text.corpora import Corpus
 from longspan.text.documents import CorpusError
 from longspan.text.needles import HAYSTACKS, Needle, NeedleMaker
 from longspan.train import checkpoint as checkpoints
-from longspan.train.config import OptimizerConfig, to_json
+from longspan.train.config import OptimizerConfig, Precision, to_json
 from longspan.train.lm import LanguageConfig
 from longspan.train.optimizers import Optimizer
 
@@ -76,7 +76,7 @@ def tune(
     model: Llama,
     given: Sequence[Lesson],
     tuning: Tuning,
-    precision: Literal["float32", "bfloat16"] = "float32",
+    precision: Precision = "float32",
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> float:
     """Fine-tune `model` in place; returns the loss of the last step, nats an answer's token.
