@@ -10,7 +10,7 @@ from test_attention import SMALL
 from torch import Tensor
 
 from longspan import attention, which_impl
-from longspan.functional.scores import Rules, visible_tokens
+from longspan.functional.scores import Rules, fellow_tokens, visible_tokens
 
 pytest.importorskip("triton")
 
@@ -162,6 +162,7 @@ def test_counts_of_a_document_are_the_same_compiled(causal: bool, device: torch.
         return visible_tokens(Rules(1.0, causal, documents=ids), 260, 260, 2, device)
 
     assert torch.equal(counts(ids), wanted)
+    torch.library.opcheck(fellow_tokens, (ids, causal))
 
     def logarithms(ids: Tensor) -> Tensor:
         return counts(torch.where(ids < 0, -1, ids)).float().log1p()

@@ -83,8 +83,25 @@ def visible_tokens(rules: Rules, query_time: int, key_time: int, batch: int, dev
     keys = torch.arange(key_time, device=device)
     # Padding becomes documents of its own, one beyond every real id.
     ids = torch.where(keys < end, rules.documents, rules.documents.amax() + 1)
+    return fellow_tokens(ids, rules.causal)[:, rows.clamp_min(0)]
+
+
+@torch.library.custom_op("longspan::fellow_tokens", mutates_args=())
+def fellow_tokens(ids: Tensor, causal: bool) -> Tensor:
+    """For every token how many of its row have its id, itself included; causal: of those up to it. (batch, time).
+
+    An operator of its own, so that no compiler takes it apart: inductor's code on a GPU is known to be silently wrong
+    for some searches (github.com/pytorch/pytorch/issues/182343) and for a gather after a scatter (.../191571).
+    """
     ordered, order = ids.sort(dim=-1, stable=True)
     first = torch.searchsorted(ordered, ordered, side="left")
-    count = keys + 1 - first if rules.causal else torch.searchsorted(ordered, ordered, side="right") - first
-    counts = torch.empty_like(count).scatter_(-1, order, count)
-    return counts[:, rows.clamp_min(0)]
+    if causal:
+        count = torch.arange(1, ids.shape[1] + 1, device=ids.device) - first
+    else:
+        count = torch.searchsorted(ordered, ordered, side="right") - first
+    return torch.empty_like(count).scatter_(-1, order, count)
+
+
+@fellow_tokens.register_fake
+def _(ids: Tensor, causal: bool) -> Tensor:
+    return ids.new_empty(ids.shape, dtype=torch.int64)
