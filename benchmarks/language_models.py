@@ -48,12 +48,13 @@ def bases(position: str) -> tuple[float | None, ...]:
 
 
 def measured(settings: Settings, name: str) -> bool:
-    """Whether the last row of a model is there: its recipe and seed, tuned, at the second task."""
+    """Whether the last rows of a model are there: the second task of needles, with every base."""
     method, position = name.split("/")
     path = settings.out / "results.jsonl"
-    wanted = (f"lm/{settings.preset}/{position}/{method}+needles", TASKS[-1], settings.seed, len(bases(position)))
-    found = [] if not path.exists() else [row for row in read_rows(path) if (row["recipe"], row["task"]) == wanted[:2]]
-    return len({row["rope_base"] for row in found if row["seed"] == wanted[2]}) == wanted[3]
+    last = (f"lm/{settings.preset}/{position}/{method}+needles", TASKS[-1], settings.seed)
+    rows = read_rows(path) if path.exists() else iter(())
+    found = {row["rope_base"] for row in rows if (row["recipe"], row["task"], row["seed"]) == last}
+    return len(found) == len(bases(position))
 
 
 def run_model(settings: Settings, name: str, lesson_book: dict[int, list[Lesson]]) -> None:
