@@ -11,35 +11,18 @@ not end in time is not begun.
 import argparse
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from longspan.cli import lm, lm_measure
+from longspan.cli import lm, lm_measure, lm_tune
 from longspan.results import append_rows, read_rows
-from longspan.train.lm import LanguageConfig
-from longspan.train.needles import Lesson, Tuning, lessons, makers_for, save_tuned, tune
+from longspan.train.needles import Tuning
 
 MODELS = ("asentmax/nape", "softmax/nape", "entmax/nape", "ssmax/nape", "softmax/rope", "asentmax/rope")
 ADJUSTED_BASE = 500_000.0  # the paper's
 TASKS: tuple[Literal["s-niah-1", "s-niah-2"], ...] = ("s-niah-1", "s-niah-2")
-
-
-@dataclass(frozen=True)
-class Settings:
-    corpus: Path
-    preset: str
-    steps: int | None
-    context: int | None
-    lengths: list[int] | None
-    samples: int
-    tuning: Tuning
-    seed: int
-    runs: Path
-    out: Path
-    device: str
 
 
 def bases(position: str) -> tuple[float | None, ...]:
@@ -47,54 +30,41 @@ def bases(position: str) -> tuple[float | None, ...]:
     return (None, ADJUSTED_BASE) if position == "rope" else (None,)
 
 
-def measured(settings: Settings, name: str) -> bool:
+def measured(given: argparse.Namespace, name: str) -> bool:
     """Whether the last rows of a model are there: the second task of needles, with every base."""
     method, position = name.split("/")
-    path = settings.out / "results.jsonl"
-    last = (f"lm/{settings.preset}/{position}/{method}+needles", TASKS[-1], settings.seed)
+    path = given.out / "results.jsonl"
+    last = (f"lm/{given.preset}/{position}/{method}+needles", TASKS[-1], given.seed)
     rows = read_rows(path) if path.exists() else iter(())
     found = {row["rope_base"] for row in rows if (row["recipe"], row["task"], row["seed"]) == last}
     return len(found) == len(bases(position))
 
 
-def run_model(settings: Settings, name: str, lesson_book: dict[int, list[Lesson]]) -> None:
-    """One model from nothing to its last row. The needles that it learns from are made once for all models."""
+def run_model(given: argparse.Namespace, name: str) -> None:
+    """One model from nothing to its last row."""
     method, position = name.split("/")
-    folder = settings.runs / f"lm-{settings.preset}-{position}-{method}-s{settings.seed}"
+    folder = given.runs / f"lm-{given.preset}-{position}-{method}-s{given.seed}"
     tuned = folder.with_name(f"{folder.name}-needles")
     shutil.rmtree(tuned, ignore_errors=True)  # of a try that was cut
     lm.train(
-        settings.corpus, settings.preset, method, position,
-        steps=settings.steps, context=settings.context, seed=settings.seed, out=folder, device=settings.device,
+        given.corpus, given.preset, method, position,
+        steps=given.steps, context=given.context, seed=given.seed, out=folder, device=given.device,
     )  # fmt: skip
     (folder / "results.jsonl").unlink(missing_ok=True)
     for base in bases(position):
-        lm_measure.perplexity(folder, settings.lengths, rope_base=base, device=settings.device)
-    config = tune_on_needles(settings, folder, tuned, lesson_book)
-    print(f"tuned: {config.name}", flush=True)
+        lm_measure.perplexity(folder, given.lengths, rope_base=base, device=given.device)
+    lm_tune.tune(
+        folder, steps=given.tuning_steps, samples=given.tuning_samples, shortest=given.shortest, device=given.device
+    )
     for base in bases(position):
         for task in TASKS:
             lm_measure.needle(
-                tuned, task, settings.lengths, settings.samples, answer_tokens=16, rope_base=base,
-                device=settings.device,
-            )  # fmt: skip
-    for file in (folder, tuned):
-        append_rows(settings.out / "results.jsonl", read_rows(file / "results.jsonl"))
-    origin = {"recipe": config.name, "seed": settings.seed}
-    append_rows(settings.out / "logs.jsonl", (origin | row for row in read_rows(folder / "log.jsonl")))
-
-
-def tune_on_needles(
-    settings: Settings, folder: Path, tuned: Path, lesson_book: dict[int, list[Lesson]]
-) -> LanguageConfig:
-    of = lm_measure.opened(folder, None, None, settings.device)
-    context = of.config.context
-    if context not in lesson_book:
-        lesson_book[context] = lessons(makers_for(of.corpus), context, settings.tuning)
-    loss = tune(of.model, lesson_book[context], settings.tuning, of.config.precision)
-    print(f"answers' loss {loss:.4f}", flush=True)
-    save_tuned(tuned, of.model, of.config, of.step)
-    return of.config
+                tuned, task, given.lengths, given.samples, answer_tokens=16, rope_base=base, device=given.device
+            )
+    for run in (folder, tuned):
+        append_rows(given.out / "results.jsonl", read_rows(run / "results.jsonl"))
+    origin = {"recipe": f"lm/{given.preset}/{position}/{method}", "seed": given.seed}
+    append_rows(given.out / "logs.jsonl", (origin | row for row in read_rows(folder / "log.jsonl")))
 
 
 def main() -> None:
@@ -115,16 +85,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("lm"))
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
-    tuning = Tuning(
-        steps=given.tuning_steps, samples=given.tuning_samples, shortest=given.shortest, warmup=given.tuning_steps // 10
-    )
-    settings = Settings(
-        given.corpus, given.preset, given.steps, given.context, given.lengths, given.samples, tuning, given.seed,
-        given.runs, given.out, given.device,
-    )  # fmt: skip
-    begun, longest, lesson_book = time.monotonic(), 0.0, dict[int, list[Lesson]]()
+    begun, longest = time.monotonic(), 0.0
     for name in given.models:
-        if measured(settings, name):
+        if measured(given, name):
             print(f"{name}: measured before")
             continue
         if time.monotonic() - begun + longest > 60 * given.minutes:
@@ -133,7 +96,7 @@ def main() -> None:
         print(f"{name}: begins after {time.monotonic() - begun:.0f} s", flush=True)
         torch._dynamo.reset()
         started = time.monotonic()
-        run_model(settings, name, lesson_book)
+        run_model(given, name)
         longest = max(longest, time.monotonic() - started)
 
 

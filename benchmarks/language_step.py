@@ -8,6 +8,7 @@ ours. Rounds alternate between the models.
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -22,11 +23,11 @@ from longspan.nn.decoder import AttentionConfig
 from longspan.nn.llama import PRESETS, Llama, flops_per_token, preset
 from longspan.results import append_rows, provenance
 from longspan.train.config import OptimizerConfig
+from longspan.train.lm_loop import peak_flops
 from longspan.train.optimizers import Optimizer
 
 TOKENS = 524_288  # a step, the paper's
 AT_ONCE = 32_768  # tokens of a part
-PEAK = 989e12  # dense bfloat16 operations a second of an H100 or H200
 CELLS = (("softmax", "rope", "torch"), ("asentmax", "nape", "longspan"), ("softmax", "nape", "longspan"))
 
 
@@ -76,7 +77,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/language_step.jsonl"))
     given = parser.parse_args()
+    if any(given.tokens % context for context in given.contexts):
+        parser.error("a context must divide the tokens of a step")
     origin = provenance()
+    peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu")) or math.nan
     print(f"{'context':>8} {'method':10} {'position':9} {'by':9} {'ms':>8} {'tokens/s':>9} {'MFU':>6}  to the first")
     for context in given.contexts:
         steps = {cell: step_of(given.preset, *cell, context, given.tokens) for cell in CELLS}
@@ -92,7 +96,7 @@ def main() -> None:
         for cell in CELLS:
             seconds = statistics.median(times[cell])
             speed = given.tokens / seconds
-            utilisation = speed * flops_per_token(preset(given.preset), context) / PEAK
+            utilisation = speed * flops_per_token(preset(given.preset), context) / peak
             row = {"preset": given.preset, "context": context, "method": cell[0], "position": cell[1], "by": cell[2]}
             row |= {"milliseconds": 1e3 * seconds, "tokens_per_second": speed, "utilisation": utilisation}
             append_rows(given.out, [row | {"tokens": given.tokens, "rounds": given.rounds} | origin])

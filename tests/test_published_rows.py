@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from longspan.cli.sweep import _planned
 from longspan.paper.names import config_named, parse_name
 from longspan.results import Row, read_rows
 from longspan.train.config import check, fingerprint
@@ -20,11 +21,10 @@ def test_the_name_of_a_row_is_still_its_run() -> None:
 
 
 def test_every_line_of_a_plan_is_a_run_that_can_be() -> None:
-    lines = [line for path in FOLDER.glob("plans/*.txt") for line in path.read_text().splitlines()]
-    planned = [line.split() for line in lines if not line.startswith("#")]
+    planned = [line for path in FOLDER.glob("plans/*.txt") for line in _planned(path, [0])]
     assert planned
-    for text, *seeds in planned:
+    for text, seeds in planned:
         name = parse_name(text)
         assert name is not None, text
         for seed in seeds:
-            check(config_named(name, int(seed)))
+            check(config_named(name, seed))

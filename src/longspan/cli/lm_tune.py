@@ -24,7 +24,7 @@ def tune(
 ) -> None:
     """Teach a model the question of S-NIAH at its training length; the tuned model is a run of its own to measure."""
     from longspan.train import checkpoint as checkpoints
-    from longspan.train.needles import Tuning, lessons, makers_for, save_tuned
+    from longspan.train.needles import Tuning, lessons_of, save_tuned
     from longspan.train.needles import tune as train
 
     target = run.with_name(f"{run.name}-needles") if out is None else out
@@ -34,7 +34,7 @@ def tune(
     tuning = replace(Tuning(), steps=steps, batch=batch, samples=samples, shortest=shortest)
     tuning = replace(tuning, learning_rate=learning_rate, warmup=steps // 10, seed=seed)
     with console.status("making needles") as status:
-        given = lessons(makers_for(of.corpus), of.config.context, tuning)
+        given = lessons_of(of.corpus.folder, of.config.context, tuning)
         loss = train(
             *(of.model, given, tuning, of.config.precision),
             report=lambda step, loss: status.update(f"step {step} of {steps}: loss {loss:.4f}"),

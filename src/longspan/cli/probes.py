@@ -45,10 +45,13 @@ def probe(
         _list()
         return
     chosen = get_probe(name)
-    origin = {"probe": chosen.name, "size": size.value} | provenance("cpu")
+    name_and_size = {"probe": chosen.name, "size": size.value}
+    origins = {device: name_and_size | provenance(device) for device in _devices()}
     path, figure = out / f"{chosen.name}.jsonl", out / f"{chosen.name}.{format.value}"
     path.unlink(missing_ok=True)
-    rows = _measured(chosen, SIZES[size], lambda new: append_rows(path, (row | origin for row in new)))
+    rows = _measured(
+        chosen, SIZES[size], lambda new: append_rows(path, (row | origins[row.get("trained_on", "cpu")] for row in new))
+    )
     chosen.draw(rows, figure)
     print_whole(_table(chosen.table(rows)))
     console.print(f"[bold]claim[/bold]   {escape(chosen.claim)}", highlight=False)
@@ -75,6 +78,13 @@ def redraw(
         fail(f"a figure is one of {', '.join(Format)}, got {figure}")
     chosen.draw(measured, figure)
     console.print(f"written: {figure}", soft_wrap=True)
+
+
+def _devices() -> list[str]:
+    """Where rows may come from: what is not trained is computed on the CPU."""
+    import torch
+
+    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def _list() -> None:

@@ -89,7 +89,7 @@ def _log(trainer: LanguageTrainer, note: Report, since_step: int, since: float) 
     metrics = trainer.metrics()  # waits for the device, so the clock is read after it
     speed = (trainer.step - since_step) * trainer.tokens_a_step / max(time.monotonic() - since, 1e-9)
     flops = speed * flops_per_token(trainer.config.model, trainer.config.context)
-    peak = _peak_flops(trainer.device)
+    peak = peak_flops(trainer.device)
     row = {
         "event": "train",
         "step": trainer.step,
@@ -108,7 +108,7 @@ def _log(trainer: LanguageTrainer, note: Report, since_step: int, since: float) 
         )
 
 
-def _peak_flops(device: torch.device) -> float | None:
+def peak_flops(device: torch.device) -> float | None:
     """The dense bfloat16 rate that the maker tells of a GPU, where it is known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak for model, peak in _PEAK_FLOPS.items() if model in name), None)

@@ -6,6 +6,7 @@ only the answer counts. What the needles of longer haystacks measure is then how
 question was understood.
 """
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.nn.llama import Llama
-from longspan.text.corpora import Corpus
+from longspan.text.corpora import Corpus, open_corpus
 from longspan.text.documents import CorpusError
 from longspan.text.needles import HAYSTACKS, Needle, NeedleMaker
 from longspan.train import checkpoint as checkpoints
@@ -70,6 +71,12 @@ def lesson(makers: Sequence[NeedleMaker], number: int, context: int, tuning: Tun
 def lessons(makers: Sequence[NeedleMaker], context: int, tuning: Tuning) -> list[Lesson]:
     """All the lessons of a tuning."""
     return [lesson(makers, number, context, tuning) for number in range(tuning.samples)]
+
+
+@functools.lru_cache(maxsize=1)
+def lessons_of(corpus: Path, context: int, tuning: Tuning) -> list[Lesson]:
+    """The lessons that a corpus gives; made once where several models are tuned in turn."""
+    return lessons(makers_for(open_corpus(corpus)), context, tuning)
 
 
 def tune(
