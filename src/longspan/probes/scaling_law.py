@@ -58,7 +58,7 @@ class Scale(NamedTuple):
 
 SCALES: dict[Size, Scale] = {
     "small": Scale(None, 4, 64, 4, 128, 16, 16, 1500, 3e-3, 0.001),
-    # The paper's model and rates. Its 5B tokens are hours of a GPU; these are 105M, ten minutes of one for both.
+    # The paper's model and rates. Its 5B tokens are hours of a GPU; these are 105M, by estimate ten minutes of one.
     "paper": Scale("120m", 12, 768, 12, *RECIPES["120m"]._replace(batch=128, micro_batch=64, steps=800)),
 }
 
