@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longspan.functional.attention import scaled_queries
 from longspan.functional.reference import dense_scores
 from longspan.functional.scores import Rules, visible_tokens
 from longspan.nn.attention import Attention
@@ -68,7 +69,7 @@ def heads_of(layer: Attention, x: Tensor) -> Heads:
     n = visible_tokens(rules, x.shape[1], x.shape[1], x.shape[0], x.device)  # (B, T)
     parts = scale_parts(layer, x, n)
     if parts:
-        q = q * torch.where(layer.position.scaled[:, None], parts["scale"], 1).to(q.dtype)[..., None]
+        q = scaled_queries(q, torch.where(layer.position.scaled[:, None], parts["scale"], 1))
     return Heads(q, k, rules, parts)
 
 

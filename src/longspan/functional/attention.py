@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -147,7 +147,30 @@ def _by_kernels(
 
 def scaled_queries(q: Tensor, scales: Tensor | None) -> Tensor:
     """Queries (batch, heads, time, dim) times their scales (batch, heads, time)."""
-    return q if scales is None else q * scales.to(q.dtype)[..., None]
+    return q if scales is None else _ScaledQueries.apply(q, scales.to(q.dtype))
+
+
+class _ScaledQueries(torch.autograd.Function):
+    """The product of `scaled_queries`, whose gradient sums the last dim away.
+
+    Autograd's own keeps the dim, sums, and squeezes it; inductor reads a squeezed sum with other strides than it was
+    written with where it pads them (github.com/pytorch/pytorch/issues/179931): on a GPU compiled scalers got garbage.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q: Tensor, scales: Tensor) -> Tensor:
+        return q * scales[..., None]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        q, scales = ctx.saved_tensors
+        return grad * scales[..., None], (grad * q).sum(-1)
 
 
 def _check_scales(q: Tensor, scales: Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.functional import attention, attention_weights, entmax
-from longspan.functional.attention import check_rules
+from longspan.functional.attention import check_rules, scaled_queries
 from longspan.functional.reference import dense_attention, dense_scores
 from longspan.functional.scores import Rules, grouped_product
 from longspan.functional.threshold import Alpha
@@ -102,7 +102,7 @@ def scaled(q: Tensor, x: Tensor, view: View, scaler: Scaler, position: Position,
     scale = scaler(x, n)  # (B, H, T)
     if scale is None:
         return q
-    return q * torch.where(position.scaled[:, None], scale, 1).to(q.dtype)[..., None]
+    return scaled_queries(q, torch.where(position.scaled[:, None], scale, 1))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, view: View, scoring: Scoring) -> Tensor:
