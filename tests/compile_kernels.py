@@ -60,9 +60,9 @@ OPTIONAL = {
     "dHidden": "ADD",
 }
 PLAIN: dict[str, Any] = {
-    "KIND": 4, "CONVEX": True, "TAIL": False, "CAUSAL": True, "SLOPES": False, "LENGTHS": False, "DOCUMENTS": False,
-    "MASK_ALL": False, "PRECISION": "tf32", "GRAD": True, "MAP": True, "STATS": False, "M": 32, "N": 32, "PART": 32,
-    "KEYS": 32, "CHUNK": 256, "BLOCK_D": 32, "BLOCK_DV": 32,
+    "KIND": 4, "GUESS": True, "CONVEX": True, "TAIL": False, "CAUSAL": True, "SLOPES": False, "LENGTHS": False,
+    "DOCUMENTS": False, "MASK_ALL": False, "PRECISION": "tf32", "MEAN": True, "GRAD": True, "MAP": True, "STATS": False,
+    "M": 32, "N": 32, "PART": 32, "KEYS": 32, "CHUNK": 256, "BLOCK_D": 32, "BLOCK_DV": 32,
     "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 16, "PROBES": 4,
     "COLLECTED": True, "REFINE": False, "CAP": 64, "DEFER": True, "SHARES": 4, "GATHER": 16, "PARTS": 16, "STAGES": 3,
     "AVERAGE": False, "AFTER": True, "BEFORE": True, "KEEP": True, "ADD": True, "BLOCK": 256,
@@ -72,7 +72,8 @@ SPARSE: dict[str, dict[str, Any]] = {
     "masks": {"MASK_ALL": True, "LENGTHS": True, "DOCUMENTS": True},
     "future": {"CAUSAL": False},
     "stats": {"STATS": True, "GRAD": False},
-    "any_alpha": {"KIND": -1, "TAIL": True},
+    "no_mean": {"MEAN": False, "GRAD": False, "MAP": False},
+    "any_alpha": {"KIND": -1, "GUESS": False, "TAIL": True},
     "alpha_3": {"KIND": 1, "CONVEX": False},
     "above_2": {"KIND": -3, "CONVEX": False},
     "float32": {"KIND": -2, "PRECISION": "ieee", "REFINE": True, "SLOPES": True},

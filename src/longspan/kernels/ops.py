@@ -197,11 +197,12 @@ def _visible_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> int:
     return sum(triton.cdiv(max(end, 0), blocks.keys) for end in ends)
 
 
-def _precision(alpha: float, dtype: torch.dtype, stats: bool) -> tuple[float, float]:
+def _precision(alpha: float, dtype: torch.dtype, mean: bool, stats: bool) -> tuple[float, float]:
     """How far a row's norm may be from 1 before the last two steps, and what its sum should be before the last.
 
     Each of the two squares the error or better, and what is left should drown in the rounding of the dtype. The last
-    should be a fall, so the sum before it aims above 1. For alpha > 2 there are no such steps.
+    should be a fall, so the sum before it aims above 1; without the mean there is no last. For alpha > 2 there are no
+    such steps.
     """
     if stats or dtype == torch.float32:
         return (2e-6 if alpha > 2 else 1e-3), 1.00001  # a fall of 1e-6 is what the step's own rounding comes to
@@ -210,7 +211,9 @@ def _precision(alpha: float, dtype: torch.dtype, stats: bool) -> tuple[float, fl
         return (0.02 if coarse else 1e-5), 1.0
     if alpha != 1.5:
         return (0.05 if coarse else 0.02), 1.0
-    return (0.45, 1.01) if coarse else (0.05, 1.0005)
+    if not mean:
+        return (0.25 if coarse else 0.05), 1.0
+    return (0.3, 1.005) if coarse else (0.05, 1.0005)
 
 
 @torch.library.custom_op("longspan::long_attention", mutates_args=())
@@ -238,17 +241,18 @@ def long_attention(
         )  # fmt: skip
         return list(made)
     a, r = powers_of(alpha)
-    tolerance, aim = _precision(alpha, q.dtype, stats)
+    mean = grad or stats or (q.dtype == torch.float32 and alpha <= 2)
+    tolerance, aim = _precision(alpha, q.dtype, mean, stats)
     steep = 1.5 < alpha <= 2
     tail = math.gamma(r + 1) / 2 if steep else 0.0  # sum u^r where sum u^2 is 1 and the rate of the tail is 1
-    slope = torch.empty_like(made.maximum)  # of the norm in the height
+    hint = torch.empty_like(made.maximum)
     norms = None if slopes is None else _largest_norms(k)
     survey_kind, survey_r = survey_power(alpha)
     kind, mask_all, block_dv = _kind(q, alpha), constants.pop("MASK_ALL"), constants.pop("BLOCK_DV")
     survey_kernel[grid](
-        q, k, made.maximum, made.height, slope, made.tiles, made.counts, slopes, lengths, documents, ranges, norms,
+        q, k, made.maximum, made.height, hint, made.tiles, made.counts, slopes, lengths, documents, ranges, norms,
         a, survey_r, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
-        KIND=survey_kind, MASK_ALL=mask_all, **blocks.survey.options(), **constants,
+        KIND=survey_kind, GUESS=alpha == 1.5, MASK_ALL=mask_all, **blocks.survey.options(), **constants,
     )  # fmt: skip
     found = None
     if cap := capacity(alpha):
@@ -266,7 +270,7 @@ def long_attention(
             KIND=kind_of(alpha, fine=True), CONVEX=alpha <= 2, CAP=cap, M=blocks.rows, AT_ONCE=at_once, num_warps=4,
         )  # fmt: skip
     solve_kernel[grid](
-        q, k, made.maximum, made.height, slope, made.tiles, made.counts, found and found.over,
+        q, k, made.maximum, made.height, hint, made.tiles, made.counts, found and found.over,
         slopes, lengths, documents, a, r, scale, tail, tolerance, aim, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
         KIND=kind, CONVEX=alpha <= 2, TAIL=steep, COLLECTED=found is not None,
         PART=blocks.solve.part, **blocks.solve.options(), **constants,
@@ -274,7 +278,7 @@ def long_attention(
     output_kernel[grid](
         q, k, v, made.out, made.mean, made.maximum, made.height, made.support, made.entropy,
         made.tiles, made.counts, made.live, slopes, lengths, documents, a, r, scale, *strides, *sizes, rows, keys,
-        KIND=kind, CONVEX=alpha <= 2, GRAD=grad, MAP=grad or stats, STATS=stats,
+        KIND=kind, CONVEX=alpha <= 2, MEAN=mean, GRAD=grad, MAP=grad or stats, STATS=stats,
         PART=blocks.output.part, BLOCK_DV=block_dv, **blocks.output.options(), **constants,
     )  # fmt: skip
     return list(made)

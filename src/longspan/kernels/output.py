@@ -22,7 +22,7 @@ from longspan.kernels.tiles import (
 def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, positions, maximum, height,
            out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, end, Documents, TK, D, DV,
            KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
-           PRECISION: tl.constexpr, MAP: tl.constexpr, STATS: tl.constexpr, MASKED: tl.constexpr,
+           PRECISION: tl.constexpr, MEAN: tl.constexpr, MAP: tl.constexpr, STATS: tl.constexpr, MASKED: tl.constexpr,
            N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     for index in range(begin * (N // PART), count * (N // PART)):
         tile = tl.load(List + index // (N // PART)).to(tl.int32)
@@ -37,18 +37,19 @@ def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, positi
         gain = gains(u, r, KIND)
         p = gain * u
         mass += tl.sum(p, 1)
-        gain = bounded(gain, KIND, v.dtype)
-        narrow = narrowed(gain, v.dtype)
-        if KIND == 1 or KIND == -3:
-            # One gain may be a thousand times the others, so the mean is that of the gains as the product rounds them.
-            gain = narrow.to(tl.float32)
-        tile_gain = tl.sum(gain, 1)
-        gain_mass += tile_gain
         out = accumulated(p.to(v.dtype), v, out, PRECISION)
-        mean = accumulated(narrow, v, mean, PRECISION)
-        if MAP:
-            live = tl.max(tile_gain, 0) > 0
-            tl.store(Live + tl.cast(tile, tl.int64) * live_t, tl.full([], 1, tl.int8), mask=live)
+        if MEAN:
+            gain = bounded(gain, KIND, v.dtype)
+            narrow = narrowed(gain, v.dtype)
+            if KIND == 1 or KIND == -3:
+                # One gain may be a thousand times the others: the mean is of the gains as the product rounds them.
+                gain = narrow.to(tl.float32)
+            tile_gain = tl.sum(gain, 1)
+            gain_mass += tile_gain
+            mean = accumulated(narrow, v, mean, PRECISION)
+            if MAP:
+                live = tl.max(tile_gain, 0) > 0
+                tl.store(Live + tl.cast(tile, tl.int64) * live_t, tl.full([], 1, tl.int8), mask=live)
         if STATS:
             support += tl.sum(tl.where(u > 0, 1.0, 0.0), 1)
             entropy -= tl.sum(p * tl.log(tl.maximum(p, 1e-37)), 1)
@@ -62,10 +63,13 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Support, Entropy, List, Cou
                   H, GROUP, TQ, TK, D, DV, NQ, NK,
                   KIND: tl.constexpr, CONVEX: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
                   LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
-                  GRAD: tl.constexpr, MAP: tl.constexpr, STATS: tl.constexpr,
+                  MEAN: tl.constexpr, GRAD: tl.constexpr, MAP: tl.constexpr, STATS: tl.constexpr,
                   M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
                   BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    """The output of a block of queries; for the backward the mean of the values under the gains, and a map of tiles."""
+    """The output of a block of queries; for the backward the mean of the values under the gains, and a map of tiles.
+
+    Without MEAN, which GRAD and MAP need, the weights are divided by their sum, as near to 1 as the solver has left it.
+    """
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
     valid = rows < TQ
     K, end, slope = keys_of(K, Lengths, Slopes, batch, head, GROUP, TK, k_b, k_h, LENGTHS, SLOPES)
@@ -86,14 +90,15 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Support, Entropy, List, Cou
     out, mean, mass, gain_mass, support, entropy = _tiles(
         q, K, V, k_t, k_d, v_t, v_d, 0, masked, List, Live, NQ, positions, maximum, height,
         out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, limit, Documents, TK, D, DV,
-        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MAP, STATS, True, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MEAN, MAP, STATS, True, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     out, mean, mass, gain_mass, support, entropy = _tiles(
         q, K, V, k_t, k_d, v_t, v_d, masked, count, List, Live, NQ, positions, maximum, height,
         out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, limit, Documents, TK, D, DV,
-        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MAP, STATS, False, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MEAN, MAP, STATS, False, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     sees = mass > 0
-    mean = mean / tl.where(sees, gain_mass, 1.0)[:, None]
-    if CONVEX:
+    if MEAN:
+        mean = mean / tl.where(sees, gain_mass, 1.0)[:, None]
+    if CONVEX and MEAN:
         # One Newton step more, on the output itself: the weights then sum to 1, and what is left of the error is second
         # order. The height only falls, so that no tile comes to life.
         excess = tl.where(sees, mass - 1.0, 0.0)

@@ -35,7 +35,7 @@ def _sums(q, K, k_t, k_d, begin, count, List, positions, maximum, height, mass, 
 
 
 @triton.jit(do_not_specialize=SIZES)
-def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Over, Slopes, Lengths, Documents,
+def solve_kernel(Q, K, Maximum, Height, Hint, List, Counts, Over, Slopes, Lengths, Documents,
                  a, r, scale, tail, tolerance, aim, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
                  KIND: tl.constexpr, CONVEX: tl.constexpr, TAIL: tl.constexpr, COLLECTED: tl.constexpr,
                  CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -58,7 +58,7 @@ def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Over, Slopes, Lengt
     List, masked, count = live_tiles_of(List, Counts, pair, block, NQ, NK)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     line_place, maximum, height = surveyed(Maximum, Height, pair, rows, TQ)
-    steepness = tl.load(Slope + line_place, mask=valid, other=1.0)
+    hint = tl.load(Hint + line_place, mask=valid, other=1.0)
 
     # The root lies between these heights; the norms there serve the secant.
     low, low_norm = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
@@ -66,12 +66,14 @@ def solve_kernel(Q, K, Maximum, Height, Slope, List, Counts, Over, Slopes, Lengt
     if TAIL:
         # The survey solved sum u^2 = 1. Were the scores beyond its threshold exponentially distributed, sum u^r there
         # would be this, and fall at this rate.
-        rate = 2.0 * tl.maximum(steepness, 1e-20)
+        rate = 2.0 * tl.maximum(hint, 1e-20)
         expected = tl.maximum(tail * tl.exp2((2.0 - r) * tl.log2(rate)), 1.0)
         height -= tl.minimum(tl.log(expected) / rate, 0.9 * height)
+    elif KIND == 4:
+        height = tl.where(valid, hint, 0.0)
     elif CONVEX:
         # The survey's line lies below the norm. On rows of noise and of structure alike the root is about here.
-        height -= tl.minimum(0.15 / tl.maximum(steepness, 1e-20), 0.5 * height)
+        height -= tl.minimum(0.15 / tl.maximum(hint, 1e-20), 0.5 * height)
     going = count > 0
     rounds = 0
     while going:

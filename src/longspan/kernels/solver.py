@@ -191,6 +191,24 @@ def curved_fall(mass, gain, support, aim):
 
 
 @triton.jit
+def thinned(mass, gain, rise):
+    """What is left of ``sum u^2`` and ``sum u`` when the threshold has risen, by a guess: ``mass (1 - x/5)^5``.
+
+    Between ties, whose power is 2, and an exponential tail, where it is infinite; of Gaussian scores it is about 5.
+    """
+    left = tl.maximum(1.0 - 0.4 * rise * gain / tl.maximum(mass, 1e-20), 0.0)
+    fourth = left * left * left * left
+    return mass * fourth * left, gain * fourth
+
+
+@triton.jit
+def thinned_to_1(mass, gain):
+    """How far the threshold rises, by the same guess, for ``sum u^2`` to be 1."""
+    fifth_root = tl.exp2(0.2 * tl.log2(tl.maximum(mass, 1e-20)))
+    return 2.5 * mass / tl.maximum(gain, 1e-20) * (1.0 - 1.0 / fifth_root)
+
+
+@triton.jit
 def inside(height, low, high):
     """The height brought into the bracket: to its upper end, where the sum is at least 1, or to its middle."""
     return tl.where(height >= low, tl.minimum(height, high), 0.5 * (low + high))

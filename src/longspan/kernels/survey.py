@@ -15,19 +15,22 @@ the threshold is where it is 1. Any minorant of it has its root below. The surve
 the tiles so far, a line; a new tile's sums are added under the norm, and the tangent of the result is the next line.
 Newton's method on the norm is exact for ties, where on the sum it would take many steps. The survey may work with a
 whole power R >= r, without transcendental functions: its threshold is then a lower bound too, see `survey_power`.
+
+A bound is no guess. At alpha 1.5 the survey also carries what sum u^2 and sum u should be by now, thinned out by a
+model of the tail whenever the threshold rises, and leaves the height at which the former should be 1.
 """
 
 import triton
 import triton.language as tl
 
-from longspan.kernels.solver import gains, joined_norm
+from longspan.kernels.solver import gains, joined_norm, thinned, thinned_to_1
 from longspan.kernels.tiles import SIZES, block_of_queries, key_tiles, keys_of, load_tile, scores_of
 
 
 @triton.jit
-def _survey_tile(product, tile, positions, valid, maximum, height, line, slope_of_line, count, List,
+def _survey_tile(product, tile, positions, valid, maximum, height, line, slope_of_line, mass, gain_mass, count, List,
                  a, r, scale, slope, end, Documents, TK,
-                 KIND: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
+                 KIND: tl.constexpr, GUESS: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
                  SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, N: tl.constexpr):  # fmt: skip
     keys = tile * N + tl.arange(0, N)
     if SLOPES or MASKED:
@@ -43,28 +46,39 @@ def _survey_tile(product, tile, positions, valid, maximum, height, line, slope_o
         count += 1
         risen = tl.maximum(maximum, top)
         lower = tl.minimum(height + (risen - maximum), 1.0)
-        line = tl.maximum(line - slope_of_line * ((risen - maximum) - (lower - height)), 0.0)
+        rise = (risen - maximum) - (lower - height)
+        line = tl.maximum(line - slope_of_line * rise, 0.0)
+        if GUESS:
+            mass, gain_mass = thinned(mass, gain_mass, rise)
         maximum, height = risen, lower
         unit = 1.0 if SLOPES or MASKED else a * scale
         for step in tl.static_range(STEPS):
             u = tl.maximum(z * unit - maximum[:, None] + height[:, None], 0.0)
             gain = gains(u, r, KIND)
-            norm, steepness = joined_norm(line, slope_of_line, tl.sum(gain * u, 1), tl.sum(gain, 1), r, KIND)
+            tile_mass, tile_gain = tl.sum(gain * u, 1), tl.sum(gain, 1)
+            norm, steepness = joined_norm(line, slope_of_line, tile_mass, tile_gain, r, KIND)
             fall = tl.maximum((norm - 1.0) / steepness, 0.0)
             height -= fall
             if step < STEPS - 1:
                 line = tl.maximum(line - slope_of_line * fall, 0.0)
+            elif GUESS:
+                mass, gain_mass = mass + tile_mass, gain_mass + tile_gain
+            if GUESS:
+                mass, gain_mass = thinned(mass, gain_mass, fall)
         line, slope_of_line = tl.minimum(norm, 1.0), steepness
-    return maximum, height, line, slope_of_line, count
+    return maximum, height, line, slope_of_line, mass, gain_mass, count
 
 
 @triton.jit(do_not_specialize=SIZES)
-def survey_kernel(Q, K, Maximum, Height, Slope, List, Counts, Slopes, Lengths, Documents, Ranges, KeyNorms,
+def survey_kernel(Q, K, Maximum, Height, Hint, List, Counts, Slopes, Lengths, Documents, Ranges, KeyNorms,
                   a, r, scale, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
-                  KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
+                  KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
                   LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr,
                   M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """The maximum of every row, a height that its threshold does not lie below, and the list of live tiles."""
+    """The maximum of every row, a height that its threshold does not lie below, and the list of live tiles.
+
+    And a hint for the solver: where the height will be (GUESS), or the slope of the norm in it.
+    """
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
     valid = rows < TQ
     K, end, slope = keys_of(K, Lengths, Slopes, batch, head, GROUP, TK, k_b, k_h, LENGTHS, SLOPES)
@@ -82,14 +96,15 @@ def survey_kernel(Q, K, Maximum, Height, Slope, List, Counts, Slopes, Lengths, D
     height = tl.full([M], 1.0, tl.float32)
     line = tl.zeros([M], tl.float32)
     slope_of_line = tl.zeros([M], tl.float32)
+    mass, gain_mass = line, line
     count = 0
     for index in range(stop - whole):
         tile = stop - 1 - index
         k = load_tile(K, tile * N, k_t, k_d, TK, D, N, BLOCK_D)
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        maximum, height, line, slope_of_line, count = _survey_tile(
-            product, tile, positions, valid, maximum, height, line, slope_of_line, count, List,
-            a, r, scale, slope, limit, Documents, TK, KIND, 2, CAUSAL, SLOPES, DOCUMENTS, True, N)  # fmt: skip
+        maximum, height, line, slope_of_line, mass, gain_mass, count = _survey_tile(
+            product, tile, positions, valid, maximum, height, line, slope_of_line, mass, gain_mass, count, List,
+            a, r, scale, slope, limit, Documents, TK, KIND, GUESS, 2, CAUSAL, SLOPES, DOCUMENTS, True, N)  # fmt: skip
     masked = count
     if SLOPES and CAUSAL and not MASK_ALL:
         # scale |q| |k| - slope distance is under the threshold beyond this distance, for every row.
@@ -104,14 +119,18 @@ def survey_kernel(Q, K, Maximum, Height, Slope, List, Counts, Slopes, Lengths, D
         tile = whole - 1 - index
         k = load_tile(K, tile * N, k_t, k_d, TK, D, N, BLOCK_D, WHOLE=True)
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        maximum, height, line, slope_of_line, count = _survey_tile(
-            product, tile, positions, valid, maximum, height, line, slope_of_line, count, List,
-            a, r, scale, slope, limit, Documents, TK, KIND, 1, CAUSAL, SLOPES, DOCUMENTS, False, N)  # fmt: skip
+        maximum, height, line, slope_of_line, mass, gain_mass, count = _survey_tile(
+            product, tile, positions, valid, maximum, height, line, slope_of_line, mass, gain_mass, count, List,
+            a, r, scale, slope, limit, Documents, TK, KIND, GUESS, 1, CAUSAL, SLOPES, DOCUMENTS, False, N)  # fmt: skip
 
     sees = maximum > -1e30
     line_place = pair.to(tl.int64) * TQ + rows
     tl.store(Maximum + line_place, tl.where(sees, maximum, 0.0), mask=valid)
     tl.store(Height + line_place, tl.where(sees, height, 0.0), mask=valid)
-    tl.store(Slope + line_place, slope_of_line, mask=valid)
+    hint = slope_of_line
+    if GUESS:
+        fall = tl.minimum(tl.maximum(thinned_to_1(mass, gain_mass), 0.0), 0.9 * height)
+        hint = tl.where(sees, height - fall, 0.0)
+    tl.store(Hint + line_place, hint, mask=valid)
     tl.store(Counts + place * 2, masked)
     tl.store(Counts + place * 2 + 1, count)

@@ -1,0 +1,75 @@
+"""The stages of attention over long rows: what the survey guesses, where the solver ends, and what is left out."""
+
+from typing import Any
+
+import pytest
+import torch
+from long_problems import PROBLEMS
+from test_long_kernels import arguments, dtypes, made, ops
+from torch import Tensor
+
+from longspan.functional.entmax import threshold
+
+HALVES = [dtype for dtype in dtypes() if dtype.itemsize == 2]
+
+
+def outputs(q: Tensor, k: Tensor, v: Tensor, scale: float, grad: bool = True) -> Any:
+    return ops._Outputs(*ops.long_attention(q, k, v, None, None, None, 1.5, scale, True, grad, False))
+
+
+def test_a_height_in_float32_is_right_to_its_last_digit(device: torch.device) -> None:
+    """Of scores that float32 holds exactly, alpha 1.5: a height that is off moves all gains of its row alike."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randint(-4, 5, (1, 2, 200, 16), generator=generator).float().to(device) for _ in range(3))
+    z = (q.double() @ k.double().mT) * 2.0**-6
+    z = z.masked_fill(torch.ones_like(z).triu(1) > 0, -torch.inf)
+    exact = z.amax(-1) - threshold(2 * z, 1.5).tau[..., 0]
+    assert (outputs(q, k, v, 2.0**-5).height - exact).abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("topics", [0, 4])
+def test_the_survey_guesses_the_height(topics: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On noise and on structure the sum of the weights at the guess is near 1, where the solver would take one step."""
+    hints = []
+
+    class Spy:
+        def __init__(self, kernel: Any):
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*given: Any, **options: Any) -> None:
+                self.kernel[grid](*given, **options)
+                hints.append((given[2].clone(), given[4].clone()))  # maximum, hint
+
+            return launch
+
+    monkeypatch.setattr(ops, "survey_kernel", Spy(ops.survey_kernel))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 512, 64, generator=generator) for _ in range(3))
+    if topics:
+        of_token = torch.randint(topics, (4,), generator=generator).repeat_interleave(128)
+        q, k = (part + 9 * torch.eye(64)[of_token] for part in (q, k))
+    q, k, v = (part.to(device, HALVES[-1]) for part in (q, k, v))
+    outputs(q, k, v, 0.125)
+    maximum, hint = hints[0]
+    z = (q.double() @ k.double().mT) * 0.0625
+    u = (z.masked_fill(torch.ones_like(z).triu(1) > 0, -torch.inf) - (maximum - hint)[..., None]).clamp_min(0)
+    mass = u.square().sum(-1)
+    assert (mass.sqrt() - 1).abs().max() < 0.25
+    assert (mass - 1).square().mean().sqrt() < 0.1
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", [name for name, problem in PROBLEMS.items() if problem.alpha > 1])
+def test_without_gradients_the_output_is_the_same_but_for_rounding(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Then no mean is made, and weights are divided by their sum instead of one more step."""
+    call = made(PROBLEMS[name], dtype, device)
+    with_gradients = ops.attend(*arguments(call), False)[0]
+    with torch.no_grad():
+        without = ops.attend(*arguments(call), False)[0]
+    assert with_gradients.requires_grad
+    assert not without.requires_grad
+    size = call["v"].abs().max()
+    assert (with_gradients - without).abs().max() <= 2 * torch.finfo(dtype).eps * size
