@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from functorch.compile import aot_function, nop
+from functorch.compile import aot_function, nop  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from longspan.functional.attention import scaled_queries
