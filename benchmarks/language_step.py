@@ -23,6 +23,7 @@ from longspan.nn.decoder import AttentionConfig
 from longspan.nn.llama import PRESETS, Llama, flops_per_token, preset
 from longspan.results import append_rows, provenance
 from longspan.train.config import OptimizerConfig
+from longspan.train.lm import summed_losses
 from longspan.train.lm_loop import peak_flops
 from longspan.train.optimizers import Optimizer
 
@@ -51,14 +52,16 @@ def step_of(name: str, method: str, position: str, by: str, context: int, tokens
         for block in model.blocks:
             block.compile()
     optimizer = Optimizer(model, OptimizerConfig(learning_rate=3e-4, betas=(0.9, 0.95), weight_decay=0.1))
+    judge = torch.compile(summed_losses) if device == "cuda" else summed_losses
     ids = torch.randint(0, config.vocabulary, (tokens // context, context + 1), device=device)
+    counted = torch.ones(len(ids), context, device=device)
 
     def step() -> float:
         total = torch.zeros((), device=device)
         for part in ids.split(max(1, AT_ONCE // context)):
             with torch.autocast(device, torch.bfloat16):
                 logits = model(part[:, :-1])
-            loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+            loss = judge(logits, part[:, 1:], counted[: len(part)])
             (loss / tokens).backward()
             total += loss.detach() / tokens
         gradients: dict[str, Tensor] = {name: weight.grad for name, weight in model.named_parameters()}  # type: ignore[misc]

@@ -5,6 +5,8 @@ import torch
 from test_lm_model import METHODS, POSITIONS, model
 from torch import Tensor, nn
 
+from longspan.train.lm import summed_losses
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -31,3 +33,17 @@ def test_compiled_blocks_have_the_gradients_of_plain_ones(method: str, position:
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
         assert torch.allclose(found[name], grad, atol=1e-3 * grad.abs().max().item() + 1e-6), name
+
+
+def test_compiled_losses_are_plain_ones() -> None:
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 520, 1000, generator=generator).cuda().bfloat16().requires_grad_()
+    targets = torch.randint(0, 1000, (3, 520), generator=generator).cuda()
+    mask = torch.rand(3, 520, generator=generator).cuda() < 0.9
+    results = []
+    for judge in (summed_losses, torch.compile(summed_losses)):
+        loss = judge(logits, targets, mask)
+        results.append((loss.item(), torch.autograd.grad(loss, logits)[0].float()))
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
+    assert torch.allclose(results[1][1], results[0][1], atol=1e-4, rtol=1e-2)  # a digit of bfloat16

@@ -36,6 +36,12 @@ from longspan.train.distributed import (
 from longspan.train.optimizers import Optimizer
 
 
+def summed_losses(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    """The sum of the losses, in nats, of the positions that count; logits are (batch, time, vocabulary)."""
+    losses = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses * mask.flatten()).sum()
+
+
 @dataclass(frozen=True)
 class LanguageConfig:
     """Everything that decides a training run of a language model."""
@@ -185,6 +191,7 @@ class LanguageTrainer:
         self.held_out = processes.share(held_out)
         torch.manual_seed(config.seed)
         self.model = build(config.model).to(self.device)
+        self._judge = summed_losses
         self.optimizer = self._prepared()
         self.step = 0
         self._sums = torch.zeros(2, device=self.device)  # loss, gradient norm
@@ -200,6 +207,8 @@ class LanguageTrainer:
             torch.set_float32_matmul_precision("high")
             for block in self.model.blocks:  # one block is compiled and serves every layer
                 block.compile()
+            # Logits are the largest tensors there are: compiled, none is written in float32.
+            self._judge = torch.compile(summed_losses)
         if self.processes.size == 1:
             return Optimizer(self.model, self.config.optimizer)
         shard(self.model, self.processes, self.config.precision)
@@ -274,8 +283,7 @@ class LanguageTrainer:
         bf16 = self.config.precision == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
             logits = self.model(batch.tokens, documents=batch.documents)  # (B, T, V)
-        losses = nn.functional.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), reduction="none")
-        return (losses * batch.mask.flatten()).sum()
+        return self._judge(logits, batch.targets, batch.mask)
 
     def checkpoint(self) -> Checkpoint:
         """The same for any number of processes; only the first one's is whole."""
