@@ -47,6 +47,7 @@ class Blocks(NamedTuple):
     collect: Launch
     solve: Launch
     output: Launch
+    output_alone: Launch  # without the mean
     query: Launch
     key: Launch
     keys_at_once: int  # of a tile, in the kernel of the keys
@@ -57,16 +58,16 @@ def blocks_of(q: Tensor, v: Tensor) -> Blocks:
     width = max(padded(q.shape[3]), padded(v.shape[3]))
     if q.dtype == torch.float32:
         rows, launch = 64 if width <= 64 else 32, Launch(32, 4, 2, fused=False)
-        return Blocks(rows, 32, launch, launch, launch, launch, launch, launch, 32)
+        return Blocks(rows, 32, launch, launch, launch, launch, launch, launch, launch, 32)
     collect = Launch(64, 8, 2, 128)
     if width <= 64:
-        square, output, query = Launch(128, 4, 3), Launch(128, 8, 3), Launch(64, 8, 3, 128)
-        return Blocks(128, 128, square, collect, square, output, query, Launch(32, 4, 3, 168), 64)
+        square, output, shared = Launch(128, 4, 3), Launch(128, 8, 3), Launch(64, 8, 3, 128)
+        return Blocks(128, 128, square, collect, square, output, shared, shared, Launch(32, 4, 3, 168), 64)
     if width <= 128:
         wide = Launch(64, 8, 3)
-        return Blocks(128, 64, Launch(64, 4, 3), collect, wide, wide, wide, Launch(32, 4, 3), 64)
+        return Blocks(128, 64, Launch(64, 4, 3), collect, wide, wide, wide, wide, Launch(32, 4, 3), 64)
     wide = Launch(32, 8, 2)
-    return Blocks(64, 64, Launch(64, 8, 2), Launch(64, 4, 2), Launch(64, 8, 2), wide, wide, wide, 64)
+    return Blocks(64, 64, Launch(64, 8, 2), Launch(64, 4, 2), Launch(64, 8, 2), wide, wide, wide, wide, 64)
 
 
 class _Outputs(NamedTuple):
@@ -275,11 +276,12 @@ def long_attention(
         KIND=kind, CONVEX=alpha <= 2, TAIL=steep, COLLECTED=found is not None,
         PART=blocks.solve.part, **blocks.solve.options(), **constants,
     )  # fmt: skip
+    output = blocks.output if mean else blocks.output_alone
     output_kernel[grid](
         q, k, v, made.out, made.mean, made.maximum, made.height, made.support, made.entropy,
         made.tiles, made.counts, made.live, slopes, lengths, documents, a, r, scale, *strides, *sizes, rows, keys,
         KIND=kind, CONVEX=alpha <= 2, MEAN=mean, GRAD=grad, MAP=grad or stats, STATS=stats,
-        PART=blocks.output.part, BLOCK_DV=block_dv, **blocks.output.options(), **constants,
+        PART=output.part, BLOCK_DV=block_dv, **output.options(), **constants,
     )  # fmt: skip
     return list(made)
 
