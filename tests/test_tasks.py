@@ -16,6 +16,7 @@ from longspan.tasks.base import BOS, EOS, SEP, Batch, Task
 from longspan.tasks.flip_flop import IGNORE, ONE, READ, WRITE, ZERO
 from longspan.tasks.local_count import LocalCount
 from longspan.tasks.mqmtar import COLON, EMPTY, MQMTAR, QUERY, words
+from longspan.tasks.sort import Sort
 
 GENERATIVE = ["copy", "delayed_copy", "flip_flop_dense", "flip_flop_sparse", "mqmtar", "reverse", "sort"]
 NAMES = sorted(["2back", "local_count", *GENERATIVE])
@@ -190,6 +191,8 @@ SMALL: list[tuple[str, dict[str, Any]]] = [
     ("flip_flop_sparse", {"write_probability": 0.0}),
     ("flip_flop_dense", {"write_probability": 1.0}),
     ("mqmtar", {"alphabet": 4, "num_words": 16, "num_queries": 2, "seed": 5}),
+    ("sort", {"few": 0.5}),
+    ("sort", {"few": 1.0, "num_symbols": 2}),
 ]
 
 
@@ -228,6 +231,21 @@ def test_symbols_are_uniform(name: str) -> None:
     batch = tasks.get_task(name).sample(400, 64, generator=generator(0))
     sources = (split(row)[0] if name in GENERATIVE else row[0][1:] for row in rows(batch))
     assert_uniform(Counter(token for source in sources for token in source), 32 if name in GENERATIVE else 15)
+
+
+def test_sort_of_few_symbols() -> None:
+    """Every number of kinds as often as any other, and every symbol too; without `few` the stream is what it was."""
+    sources = Sort(num_symbols=4, few=1.0).source(8000, 400, generator(0), "cpu") - 3
+    present = torch.nn.functional.one_hot(sources, 4).amax(1)
+    assert_uniform(Counter(present.sum(1).tolist()), 4)
+    assert_uniform(Counter(present.mul(torch.arange(4)).sum(1)[present.sum(1) == 1].tolist()), 4)
+    half = Sort(few=0.5).source(8000, 400, generator(0), "cpu")
+    kinds = torch.nn.functional.one_hot(half - 3, 32).amax(1).sum(1)
+    assert 0.46 < (kinds < 31).float().mean() < 0.5  # of the others nearly all have 31 or 32
+    plain = Sort().sample(3, 20, generator=generator(0))
+    assert torch.equal(plain.tokens[:, 1:21], torch.randint(3, 35, (3, 20), generator=generator(0)))
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        Sort(few=1.5)
 
 
 def test_local_count_blocks_are_uniform() -> None:

@@ -12,6 +12,7 @@ from longspan.evaluate import ladder
 from longspan.evaluate.ladder import measure
 from longspan.paper.recipes import recipe, smoke
 from longspan.tasks.base import PURPOSES, stream_seed
+from longspan.train.config import fingerprint
 from longspan.train.trainer import Trainer, judged, model_of
 
 
@@ -35,6 +36,18 @@ def test_lengths_fill_the_range() -> None:
     lengths = [trainer.draw(step)[0] for step in range(200)]
     assert set(lengths) == {3, 4, 5, 6}
     assert all(lengths.count(length) > 30 for length in (3, 4, 5, 6))
+
+
+def test_options_of_training_are_not_those_of_the_test() -> None:
+    config = replace(smoke(recipe("paper/sort/nape/asentmax")), training_options={"few": 1.0}, batch=64)
+    trainer = Trainer(config)
+    _, batch = trainer.draw(0)
+    kinds = [len(set(row)) for row in batch.targets.tolist()]
+    assert min(kinds) < 6
+    assert trainer.task == type(trainer.task)(**config.task_options)
+    assert fingerprint(config) != fingerprint(replace(config, training_options={}))
+    with pytest.raises(ValueError, match="fewer"):
+        Trainer(replace(config, training_options={"fewer": 1.0}))
 
 
 def test_training_validation_and_test_samples_are_different_streams() -> None:

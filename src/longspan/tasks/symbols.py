@@ -34,7 +34,10 @@ class SymbolTask(Generative):
     def time(self, length: int) -> int:
         return 2 * self.source_length(length) + 2
 
+    def source(self, batch: int, length: int, generator: torch.Generator | None, device: Device) -> Tensor:
+        """`length` symbols a row."""
+        return torch.randint(FIRST_SYMBOL, self.vocabulary, (batch, length), generator=generator, device=device)
+
     def draw(self, batch: int, length: int, generator: torch.Generator | None, device: Device) -> Batch:
-        size = (batch, self.source_length(length))
-        source = torch.randint(FIRST_SYMBOL, self.vocabulary, size, generator=generator, device=device)
+        source = self.source(batch, self.source_length(length), generator, device)
         return generative_batch(source, self.answer(source))

@@ -22,6 +22,7 @@ _YOUNGER = {
     ("model", "attention", "qk_noise_layers"): None,
     ("model", "attention", "slope_factor"): 1.0,
     ("noise_from",): 0.9,
+    ("training_options",): {},
 }
 
 
@@ -47,6 +48,7 @@ class RunConfig:
     model: DecoderConfig
     name: str = ""
     task_options: dict[str, float] = field(default_factory=dict)
+    training_options: dict[str, float] = field(default_factory=dict)  # of the task, beyond those, in training alone
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     steps: int = 10_000
     batch: int = 128

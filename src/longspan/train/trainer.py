@@ -35,6 +35,7 @@ class Trainer:
         check(config)
         self.config, self.device = config, torch.device(device)
         self.task = get_task(config.task, **config.task_options)
+        self.lessons = get_task(config.task, **(config.task_options | config.training_options))
         if self.task.vocabulary != config.model.vocabulary:
             raise ValueError(
                 f"{config.task} has {self.task.vocabulary} tokens, the model's vocabulary is {config.model.vocabulary}"
@@ -95,7 +96,7 @@ class Trainer:
         seed = stream_seed("train", self.config.seed, step)
         length = self.config.shortest + (seed >> 2) % (self.config.longest - self.config.shortest + 1)
         self.generator.manual_seed(seed)
-        return length, self.task.sample(self.config.batch, length, generator=self.generator, device=self.device)
+        return length, self.lessons.sample(self.config.batch, length, generator=self.generator, device=self.device)
 
     def _batch(self) -> tuple[int, Batch]:
         """The length and the batch of this step, drawn ahead if it was."""
