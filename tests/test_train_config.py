@@ -138,6 +138,7 @@ def test_the_fingerprint_changes_with_everything_else() -> None:
     changes: dict[str, object] = {
         "task": "reverse",
         "task_options": {"num_symbols": 6},
+        "training_options": {"num_symbols": 6},
         "steps": 7,
         "batch": 7,
         "shortest": 1,
