@@ -309,3 +309,8 @@ def test_ctrl_c_stops_every_run_cleanly(tmp_path: Path) -> None:
     for folder in (tmp_path / "runs").iterdir():
         assert len(log_of(folder, "stopped")) == 1
         assert list((folder / "checkpoints").glob("step-*"))
+
+
+def test_seeds_may_begin_anywhere(jobs_of: Any) -> None:
+    jobs = jobs_of("copy", "--seeds", "2", "--first-seed", "3")["jobs"]
+    assert [job.config.seed for job in jobs] == [3, 4]

@@ -208,7 +208,9 @@ def _commits(rows: Sequence[Row]) -> str:
 
 def _command(candidate: Candidate) -> str:
     """What makes the runs again; marked where the recipe has changed since."""
-    command = f"`longspan sweep '{candidate.recipe}' --seeds {max(candidate.seeds) + 1} --evaluate`"
+    first, last = min(candidate.seeds), max(candidate.seeds)
+    seeds = f"--seeds {last - first + 1}" + (f" --first-seed {first}" if first else "")
+    command = f"`longspan sweep '{candidate.recipe}' {seeds} --evaluate`"
     name = parse_name(candidate.recipe)
     assert name is not None
     variants = {row["variant"] for row in candidate.rows if "variant" in row}

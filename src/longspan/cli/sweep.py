@@ -50,7 +50,8 @@ def sweep(
     ] = None,
     methods: Annotated[list[str], typer.Option("--methods", help="See `longspan recipes`.")] = ["asentmax"],  # noqa: B006
     positions: Annotated[list[str], typer.Option("--positions", help="nope, alibi, nape, rope.")] = ["nape"],  # noqa: B006
-    seeds: Annotated[int, typer.Option(min=1, help="How many: 0, 1, ...")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    first_seed: Annotated[int, typer.Option(min=0, help="The others follow it.")] = 0,
     rates: Annotated[list[float] | None, typer.Option("--rates", help="Learning rates of AdamW.")] = None,
     muon_rates: Annotated[list[float] | None, typer.Option("--muon-rates", help="Learning rates of Muon.")] = None,
     recipe: Annotated[str, typer.Option(help="`paper` or `longspan`.")] = "longspan",
@@ -83,12 +84,13 @@ def sweep(
     from longspan.train.loop import stop_on_signals
 
     device_named(device)
+    which = range(first_seed, first_seed + seeds)
     cells: list[tuple[str, Sequence[int]]] = [
-        (f"{recipe}/{task}/{position}/{method}" if "/" not in task else task, range(seeds))
+        (f"{recipe}/{task}/{position}/{method}" if "/" not in task else task, which)
         for task in what or []
         for position, method in (product(positions, methods) if "/" not in task else [("", "")])
     ]
-    cells += _planned(plan, range(seeds))
+    cells += _planned(plan, which)
     if not cells:
         fail("nothing to train: name tasks or recipes, or a --plan with some")
     purposes: list[Purpose] = ["validation", "test"] if purpose == "both" else [purpose]
