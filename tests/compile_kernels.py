@@ -32,7 +32,7 @@ POINTERS |= {"Copies": "u8", "Held": "i32", "Over": "i32", "LowGradients": "bf16
 HALVES = {"Q", "K", "V", "O", "dO", "dQ", "dK", "dV", "Low", "High"}
 HALVES |= {"Update", "dUpdate", "Normed", "dNormed", "Joint", "dJoint", "Out", "dOut"}
 NUMBERS = {"learning_rate", "rise_1", "rise_2", "log_1", "log_2", "weight_decay", "clip", "share"}
-NUMBERS |= {"a", "r", "scale", "tail", "tolerance", "aim", "unit", "reach", "epsilon"}
+NUMBERS |= {"a", "r", "scale", "tail", "tolerance", "aim", "slack", "unit", "reach", "epsilon"}
 OPTIONAL = {
     "Slopes": "SLOPES",
     "KeyNorms": "SLOPES",

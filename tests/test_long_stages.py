@@ -9,7 +9,7 @@ from test_kernels import dtypes
 from test_long_kernels import arguments, made, ops
 from torch import Tensor
 
-from longspan.functional.entmax import threshold
+from longspan.functional.entmax import entmax, threshold
 
 HALVES = [dtype for dtype in dtypes() if dtype.itemsize == 2]
 
@@ -40,7 +40,7 @@ def test_the_survey_guesses_the_height(topics: int, device: torch.device, monkey
         def __getitem__(self, grid: Any) -> Any:
             def launch(*given: Any, **options: Any) -> None:
                 self.kernel[grid](*given, **options)
-                hints.append((given[2].clone(), given[4].clone()))  # maximum, hint
+                hints.append((given[2].clone(), given[5].clone()))  # maximum, hint
 
             return launch
 
@@ -74,3 +74,30 @@ def test_without_gradients_the_output_is_the_same_but_for_rounding(
     assert not without.requires_grad
     size = call["v"].abs().max()
     assert (with_gradients - without).abs().max() <= 2 * torch.finfo(dtype).eps * size
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("alpha", [1.25, 1.5, 1.75])
+@pytest.mark.parametrize(("count", "gap"), [(300, 0.9), (1000, 0.75), (1000, 0.95), (3000, 0.95), (3000, 0.98)])
+def test_a_peak_over_a_plateau(
+    count: int, gap: float, alpha: float, grad: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One key `gap` above very many that tie, in units of the threshold: a guess may fall on the wrong side of them."""
+    if device.type == "cpu":  # the interpreter has no bfloat16, but float16 can be solved as coarsely
+        real = ops._precision
+        monkeypatch.setattr(ops, "_precision", lambda alpha, _, *given: real(alpha, torch.bfloat16, *given))
+        monkeypatch.setattr(ops, "_slack", lambda _: 0.01)
+    scores = torch.zeros(count + 1)
+    scores[count // 3] = gap / (alpha - 1)
+    k = torch.zeros(1, 1, count + 1, 16)
+    k[..., 0] = scores
+    v = torch.zeros(1, 1, count + 1, 16)
+    v[:, :, count // 3, 0], v[:, :, :, 1] = 1.0, 1.0
+    q = torch.zeros(1, 1, 40, 16)
+    q[..., 0] = 1.0
+    q, k, v = (part.to(device, HALVES[-1]) for part in (q, k, v))
+    exact = entmax(q[0, 0].double() @ k[0, 0].double().mT, alpha)[0]
+    wanted = exact[count // 3].item()
+    made = ops._Outputs(*ops.long_attention(q, k, v, None, None, None, alpha, 1.0, False, grad, False))
+    assert (made.out[0, 0, :, 0].double() - wanted).abs().max() < 0.012
+    assert (made.out[0, 0, :, 1].double() - 1).abs().max() < 0.005

@@ -71,6 +71,11 @@ def test_the_rates_that_were_not_chosen_are_listed_apart(text: str) -> None:
     assert "validation at 512: 40.0 against 39.0" in numbers
 
 
+def test_a_command_begins_with_the_first_seed_there_is() -> None:
+    rows = [row for row in made_up() if row.get("seed", 0) > 0]
+    assert f"`longspan sweep '{SOFTMAX}' --seeds 2 --first-seed 1 --evaluate` |" in block(page(rows), "`copy`")
+
+
 def test_every_line_has_the_command_that_makes_it_again(text: str) -> None:
     copy = block(text, "`copy`")
     assert f"`longspan sweep '{SOFTMAX}' --seeds 3 --evaluate` |" in copy

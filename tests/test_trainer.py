@@ -46,6 +46,8 @@ def test_options_of_training_are_not_those_of_the_test() -> None:
     assert min(kinds) < 6
     assert trainer.task == type(trainer.task)(**config.task_options)
     assert fingerprint(config) != fingerprint(replace(config, training_options={}))
+    with pytest.raises(ValueError, match="sort has 7 tokens"):
+        Trainer(replace(config, training_options={"num_symbols": 4}))
     with pytest.raises(ValueError, match="fewer"):
         Trainer(replace(config, training_options={"fewer": 1.0}))
 

@@ -51,7 +51,9 @@ def sweep(
     methods: Annotated[list[str], typer.Option("--methods", help="See `longspan recipes`.")] = ["asentmax"],  # noqa: B006
     positions: Annotated[list[str], typer.Option("--positions", help="nope, alibi, nape, rope.")] = ["nape"],  # noqa: B006
     seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
-    first_seed: Annotated[int, typer.Option(min=0, help="The others follow it.")] = 0,
+    first_seed: Annotated[
+        int, typer.Option(min=0, help="The first seed; the others follow it. A plan's own seeds come first.")
+    ] = 0,
     rates: Annotated[list[float] | None, typer.Option("--rates", help="Learning rates of AdamW.")] = None,
     muon_rates: Annotated[list[float] | None, typer.Option("--muon-rates", help="Learning rates of Muon.")] = None,
     recipe: Annotated[str, typer.Option(help="`paper` or `longspan`.")] = "longspan",

@@ -168,9 +168,10 @@ class _ScaledQueries(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         q, scales = ctx.saved_tensors
-        return grad * scales[..., None], (grad * q).sum(-1)
+        d_q = grad * scales[..., None] if ctx.needs_input_grad[0] else None
+        return d_q, (grad * q).sum(-1) if ctx.needs_input_grad[1] else None
 
 
 def _check_scales(q: Tensor, scales: Tensor) -> None:

@@ -212,9 +212,13 @@ def _precision(alpha: float, dtype: torch.dtype, mean: bool, stats: bool) -> tup
         return (0.02 if coarse else 1e-5), 1.0
     if alpha != 1.5:
         return (0.05 if coarse else 0.02), 1.0
-    if not mean:
-        return (0.25 if coarse else 0.05), 1.0
-    return (0.3, 1.005) if coarse else (0.05, 1.0005)
+    above = 0.005 if coarse else 0.0005
+    return (0.25 if coarse else 0.05), 1 + above if mean else 1.0
+
+
+def _slack(dtype: torch.dtype) -> float:
+    """How far a row's norm may be from 1 in the output, where it is divided by or one more step follows."""
+    return {torch.bfloat16: 0.01, torch.float16: 0.001}.get(dtype, 1e-4)
 
 
 @torch.library.custom_op("longspan::long_attention", mutates_args=())
@@ -246,14 +250,14 @@ def long_attention(
     tolerance, aim = _precision(alpha, q.dtype, mean, stats)
     steep = 1.5 < alpha <= 2
     tail = math.gamma(r + 1) / 2 if steep else 0.0  # sum u^r where sum u^2 is 1 and the rate of the tail is 1
-    hint = torch.empty_like(made.maximum)
+    bound, hint = torch.empty_like(made.maximum), torch.empty_like(made.maximum)
     norms = None if slopes is None else _largest_norms(k)
     survey_kind, survey_r = survey_power(alpha)
     kind, mask_all, block_dv = _kind(q, alpha), constants.pop("MASK_ALL"), constants.pop("BLOCK_DV")
     survey_kernel[grid](
-        q, k, made.maximum, made.height, hint, made.tiles, made.counts, slopes, lengths, documents, ranges, norms,
-        a, survey_r, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
-        KIND=survey_kind, GUESS=alpha == 1.5, MASK_ALL=mask_all, **blocks.survey.options(), **constants,
+        q, k, made.maximum, made.height, bound, hint, made.tiles, made.counts,
+        slopes, lengths, documents, ranges, norms, a, survey_r, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
+        KIND=survey_kind, GUESS=kind == 4, MASK_ALL=mask_all, **blocks.survey.options(), **constants,
     )  # fmt: skip
     found = None
     if cap := capacity(alpha):
@@ -278,8 +282,9 @@ def long_attention(
     )  # fmt: skip
     output = blocks.output if mean else blocks.output_alone
     output_kernel[grid](
-        q, k, v, made.out, made.mean, made.maximum, made.height, made.support, made.entropy,
-        made.tiles, made.counts, made.live, slopes, lengths, documents, a, r, scale, *strides, *sizes, rows, keys,
+        q, k, v, made.out, made.mean, made.maximum, made.height, bound, made.support, made.entropy,
+        made.tiles, made.counts, made.live, slopes, lengths, documents, a, r, scale, _slack(q.dtype),
+        *strides, *sizes, rows, keys,
         KIND=kind, CONVEX=alpha <= 2, MEAN=mean, GRAD=grad, MAP=grad or stats, STATS=stats,
         PART=output.part, BLOCK_DV=block_dv, **output.options(), **constants,
     )  # fmt: skip

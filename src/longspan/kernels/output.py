@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from longspan.kernels.solver import bounded, gains
+from longspan.kernels.solver import bounded, gains, joined_norm
 from longspan.kernels.tiles import (
     SIZES,
     accumulated,
@@ -38,18 +38,18 @@ def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, positi
         p = gain * u
         mass += tl.sum(p, 1)
         out = accumulated(p.to(v.dtype), v, out, PRECISION)
+        gain = bounded(gain, KIND, v.dtype)
+        narrow = narrowed(gain, v.dtype)
+        if KIND == 1 or KIND == -3:
+            # One gain may be a thousand times the others, so the mean is that of the gains as the product rounds them.
+            gain = narrow.to(tl.float32)
+        tile_gain = tl.sum(gain, 1)
+        gain_mass += tile_gain
         if MEAN:
-            gain = bounded(gain, KIND, v.dtype)
-            narrow = narrowed(gain, v.dtype)
-            if KIND == 1 or KIND == -3:
-                # One gain may be a thousand times the others: the mean is of the gains as the product rounds them.
-                gain = narrow.to(tl.float32)
-            tile_gain = tl.sum(gain, 1)
-            gain_mass += tile_gain
             mean = accumulated(narrow, v, mean, PRECISION)
-            if MAP:
-                live = tl.max(tile_gain, 0) > 0
-                tl.store(Live + tl.cast(tile, tl.int64) * live_t, tl.full([], 1, tl.int8), mask=live)
+        if MAP:
+            live = tl.max(tile_gain, 0) > 0
+            tl.store(Live + tl.cast(tile, tl.int64) * live_t, tl.full([], 1, tl.int8), mask=live)
         if STATS:
             support += tl.sum(tl.where(u > 0, 1.0, 0.0), 1)
             entropy -= tl.sum(p * tl.log(tl.maximum(p, 1e-37)), 1)
@@ -57,8 +57,8 @@ def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, positi
 
 
 @triton.jit(do_not_specialize=SIZES)
-def output_kernel(Q, K, V, O, Mean, Maximum, Height, Support, Entropy, List, Counts, Live,
-                  Slopes, Lengths, Documents, a, r, scale,
+def output_kernel(Q, K, V, O, Mean, Maximum, Height, Bound, Support, Entropy, List, Counts, Live,
+                  Slopes, Lengths, Documents, a, r, scale, slack,
                   q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
                   H, GROUP, TQ, TK, D, DV, NQ, NK,
                   KIND: tl.constexpr, CONVEX: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
@@ -68,7 +68,11 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Support, Entropy, List, Cou
                   BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The output of a block of queries; for the backward the mean of the values under the gains, and a map of tiles.
 
-    Without MEAN, which GRAD and MAP need, the weights are divided by their sum, as near to 1 as the solver has left it.
+    The solver's last step is not looked at before it gets here. Where the scores of a row are a peak over a plateau it
+    may have crossed the edge; then the row's norm is more than `slack` from 1, and the block takes a step and goes
+    over its tiles once more. No height exceeds the survey's, which all live tiles are listed for.
+
+    Without MEAN, which GRAD needs, the weights are divided by their sum in place of the last step.
     """
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
     valid = rows < TQ
@@ -81,20 +85,36 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Support, Entropy, List, Cou
     List, masked, count = live_tiles_of(List, Counts, pair, block, NQ, NK)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     line_place, maximum, height = surveyed(Maximum, Height, pair, rows, TQ)
+    bound = tl.load(Bound + line_place, mask=valid, other=0.0)
     out = tl.zeros([M, BLOCK_DV], tl.float32)
-    mean = tl.zeros([M, BLOCK_DV], tl.float32)
-    mass = tl.zeros([M], tl.float32)
-    gain_mass = tl.zeros([M], tl.float32)
-    support = tl.zeros([M], tl.float32)
-    entropy = tl.zeros([M], tl.float32)
-    out, mean, mass, gain_mass, support, entropy = _tiles(
-        q, K, V, k_t, k_d, v_t, v_d, 0, masked, List, Live, NQ, positions, maximum, height,
-        out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, limit, Documents, TK, D, DV,
-        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MEAN, MAP, STATS, True, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
-    out, mean, mass, gain_mass, support, entropy = _tiles(
-        q, K, V, k_t, k_d, v_t, v_d, masked, count, List, Live, NQ, positions, maximum, height,
-        out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, limit, Documents, TK, D, DV,
-        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MEAN, MAP, STATS, False, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+    mean, mass, gain_mass, support, entropy = out, height * 0.0, height * 0.0, height * 0.0, height * 0.0
+    rounds = 0
+    going = rounds == 0
+    while going:
+        out = tl.zeros([M, BLOCK_DV], tl.float32)
+        mean = tl.zeros([M, BLOCK_DV], tl.float32)
+        mass = tl.zeros([M], tl.float32)
+        gain_mass = tl.zeros([M], tl.float32)
+        support = tl.zeros([M], tl.float32)
+        entropy = tl.zeros([M], tl.float32)
+        out, mean, mass, gain_mass, support, entropy = _tiles(
+            q, K, V, k_t, k_d, v_t, v_d, 0, masked, List, Live, NQ, positions, maximum, height,
+            out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, limit, Documents, TK, D, DV,
+            KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MEAN, MAP, STATS, True,
+            N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+        out, mean, mass, gain_mass, support, entropy = _tiles(
+            q, K, V, k_t, k_d, v_t, v_d, masked, count, List, Live, NQ, positions, maximum, height,
+            out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, limit, Documents, TK, D, DV,
+            KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MEAN, MAP, STATS, False,
+            N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+        rounds += 1
+        going = False
+        if CONVEX:
+            norm, steepness = joined_norm(mass * 0.0, mass * 0.0, mass, gain_mass, r, KIND)
+            farthest = tl.max(tl.where(mass > 0, tl.abs(norm - 1.0), 0.0), 0)
+            going = (farthest > slack) & (rounds < 8)
+            nearer = tl.minimum(tl.maximum(height - (norm - 1.0) / steepness, 0.0), bound)
+            height = tl.where(going, tl.where(mass > 0, nearer, height), height)
     sees = mass > 0
     if MEAN:
         mean = mean / tl.where(sees, gain_mass, 1.0)[:, None]

@@ -70,14 +70,15 @@ def _survey_tile(product, tile, positions, valid, maximum, height, line, slope_o
 
 
 @triton.jit(do_not_specialize=SIZES)
-def survey_kernel(Q, K, Maximum, Height, Hint, List, Counts, Slopes, Lengths, Documents, Ranges, KeyNorms,
+def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Lengths, Documents, Ranges, KeyNorms,
                   a, r, scale, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
                   KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
                   LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr,
                   M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """The maximum of every row, a height that its threshold does not lie below, and the list of live tiles.
 
-    And a hint for the solver: where the height will be (GUESS), or the slope of the norm in it.
+    `Bound` keeps that height when others move on. And a hint for the solver: where the height will be (GUESS), or the
+    slope of the norm in it.
     """
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
     valid = rows < TQ
@@ -127,6 +128,7 @@ def survey_kernel(Q, K, Maximum, Height, Hint, List, Counts, Slopes, Lengths, Do
     line_place = pair.to(tl.int64) * TQ + rows
     tl.store(Maximum + line_place, tl.where(sees, maximum, 0.0), mask=valid)
     tl.store(Height + line_place, tl.where(sees, height, 0.0), mask=valid)
+    tl.store(Bound + line_place, tl.where(sees, height, 0.0), mask=valid)
     hint = slope_of_line
     if GUESS:
         fall = tl.minimum(tl.maximum(thinned_to_1(mass, gain_mass), 0.0), 0.9 * height)

@@ -41,10 +41,9 @@ class Sort(SymbolTask):
         def uniform(*size: int) -> Tensor:
             return torch.rand(size, generator=generator, device=device)
 
-        kinds = (uniform(batch, 1) * self.num_symbols).floor() + 1
+        kinds = torch.randint(1, self.num_symbols + 1, (batch, 1), generator=generator, device=device)
         shuffled = uniform(batch, self.num_symbols).argsort(1)
-        picked = (uniform(batch, length) * kinds).long().minimum(kinds.long() - 1)  # a product may round up
-        some = FIRST_SYMBOL + shuffled.gather(1, picked)
+        some = FIRST_SYMBOL + shuffled.gather(1, (uniform(batch, length) * kinds).long())
         return torch.where(uniform(batch, 1) < self.few, some, source)
 
     def answer(self, source: Tensor) -> Tensor:

@@ -36,12 +36,13 @@ class Trainer:
         self.config, self.device = config, torch.device(device)
         self.task = get_task(config.task, **config.task_options)
         self.lessons = get_task(config.task, **(config.task_options | config.training_options))
-        if self.task.vocabulary != config.model.vocabulary:
-            raise ValueError(
-                f"{config.task} has {self.task.vocabulary} tokens, the model's vocabulary is {config.model.vocabulary}"
-            )
-        for length in (config.shortest, config.longest):
-            self.task.check_length(length)
+        for task in (self.task, self.lessons):
+            if task.vocabulary != config.model.vocabulary:
+                raise ValueError(
+                    f"{config.task} has {task.vocabulary} tokens, the model's vocabulary is {config.model.vocabulary}"
+                )
+            for length in (config.shortest, config.longest):
+                task.check_length(length)
         torch.manual_seed(config.seed)
         self.model = Decoder(config.model).to(self.device)
         self.copies = LowCopies(self.model) if config.precision == "bfloat16" else None
