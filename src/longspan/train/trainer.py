@@ -35,8 +35,8 @@ class Trainer:
         check(config)
         self.config, self.device = config, torch.device(device)
         self.task = get_task(config.task, **config.task_options)
-        self.lessons = get_task(config.task, **(config.task_options | config.training_options))
-        for task in (self.task, self.lessons):
+        self.training_task = get_task(config.task, **(config.task_options | config.training_options))
+        for task in (self.task, self.training_task):
             if task.vocabulary != config.model.vocabulary:
                 raise ValueError(
                     f"{config.task} has {task.vocabulary} tokens, the model's vocabulary is {config.model.vocabulary}"
@@ -97,7 +97,9 @@ class Trainer:
         seed = stream_seed("train", self.config.seed, step)
         length = self.config.shortest + (seed >> 2) % (self.config.longest - self.config.shortest + 1)
         self.generator.manual_seed(seed)
-        return length, self.lessons.sample(self.config.batch, length, generator=self.generator, device=self.device)
+        return length, self.training_task.sample(
+            self.config.batch, length, generator=self.generator, device=self.device
+        )
 
     def _batch(self) -> tuple[int, Batch]:
         """The length and the batch of this step, drawn ahead if it was."""
