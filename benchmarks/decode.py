@@ -286,7 +286,8 @@ def settings_to_try() -> dict[str, tuple[str, list[Any]]]:
     from longspan.kernels.decode_ops import Launch
 
     scores = [(4, 4, 3), (4, 4, 4), (4, 8, 3), (8, 4, 3), (8, 4, 2), (2, 4, 5), (2, 8, 4), (3, 4, 4)]
-    rows = [(1, 4, 3), (1, 8, 3), (1, 8, 4), (1, 16, 3), (2, 8, 3), (2, 4, 3)]
+    scores += [(4, 2, 3), (4, 1, 3), (3, 2, 4), (2, 2, 5), (8, 2, 2), (8, 1, 2)]
+    rows = [(1, 4, 3), (1, 8, 3), (1, 8, 4), (1, 16, 3), (2, 8, 3), (2, 4, 3), (1, 2, 3), (4, 8, 3)]
     return {
         "score": ("SCORE", [Launch(*launch) for launch in scores]),
         "run": ("LONGEST_RUN", [8, 16, 32, 64, 128]),

@@ -26,7 +26,7 @@ from longspan.kernels import (
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
-POINTERS = {"List": "i16", "Live": "i8", "Counts": "i32", "Ranges": "i32", "Lengths": "i64", "Documents": "i64"}
+POINTERS = {"List": "i16", "Live": "i8", "Counts": "i32", "Ranges": "i32", "Lengths": "i64", "Documents": "i32"}
 POINTERS |= {"Pages": "i32", "Table": "i32", "Starts": "i64", "Keys": "i32", "Arrivals": "i32", "Many": "i32"}
 POINTERS |= {"Copies": "u8", "Held": "i32", "Over": "i32", "LowGradients": "bf16", "LowCopies": "bf16"}
 HALVES = {"Q", "K", "V", "O", "dO", "dQ", "dK", "dV", "Low", "High"}

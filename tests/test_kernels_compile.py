@@ -17,3 +17,14 @@ def test_every_kernel_compiles_for_a_hopper_gpu(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     assert "short_backward" in run.stdout
+
+
+def test_no_kernel_for_long_rows_spills_its_registers(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    script = Path(__file__).parent / "count_spills.py"
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = run.stdout.splitlines()
+    assert len(lines) == 30
+    assert not [line for line in lines if int(line.split()[0]) > 400]  # bytes of a thread

@@ -9,6 +9,7 @@ from test_kernels import dtypes
 from test_long_kernels import arguments, made, ops
 from torch import Tensor
 
+from longspan import attention
 from longspan.functional.entmax import entmax, threshold
 
 HALVES = [dtype for dtype in dtypes() if dtype.itemsize == 2]
@@ -101,3 +102,46 @@ def test_a_peak_over_a_plateau(
     made = ops._Outputs(*ops.long_attention(q, k, v, None, None, None, alpha, 1.0, False, grad, False))
     assert (made.out[0, 0, :, 0].double() - wanted).abs().max() < 0.012
     assert (made.out[0, 0, :, 1].double() - 1).abs().max() < 0.005
+
+
+def packed(layout: list[list[int]], device: torch.device) -> Tensor:
+    """Documents of given ids and lengths, one after the other."""
+    return torch.cat([torch.full((length,), number) for number, length in layout])[None].to(device)
+
+
+LAYOUTS = {
+    "one": [[7, 260]],
+    "two": [[0, 130], [1, 130]],
+    "as_wide_as_tiles": [[3, 128], [2, 64], [1, 68]],
+    "many": [[number, 9] for number in range(28)] + [[99, 8]],
+    "ids_that_differ_in_their_high_bits": [[5, 100], [5 + 2**32, 70], [5 - 2**33, 90]],
+    "one_in_two_parts": [[1, 100], [0, 64], [1, 96]],
+}
+PACKED = [(name, alpha, False) for name in LAYOUTS for alpha in (1.0, 1.5, 2.0) if alpha == 1.5 or "two" in name]
+
+
+@pytest.mark.parametrize(("layout", "alpha", "small_ids"), [*PACKED, ("two", 1.5, True)])
+def test_documents_see_themselves_alone(layout: str, alpha: float, small_ids: bool, device: torch.device) -> None:
+    documents = packed(LAYOUTS[layout], device)
+    if small_ids:
+        documents = documents.unique(return_inverse=True)[1].int()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, direction = (torch.randn(1, 1, 260, 16, generator=generator).to(device) for _ in range(4))
+    slopes = torch.tensor([0.02], device=device)
+    results = []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        given = [part.to(dtype).requires_grad_() for part in (q, k, v, slopes)]
+        out = attention(*given[:3], alpha=alpha, slopes=given[3], documents=documents, impl=impl)
+        results.append([out, *torch.autograd.grad(out, given, direction.to(dtype))])
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).abs().max() <= 2e-5 * max(1.0, expected.detach().abs().max().item())
+
+
+def test_a_tile_within_one_document_needs_no_mask(device: torch.device) -> None:
+    documents = packed([[0, 640], [1, 896]], device)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 1536, 64, generator=generator).to(device, HALVES[-1]) for _ in range(3))
+    made = ops._Outputs(*ops.long_attention(q, k, v, None, None, documents, 1.5, 0.01, True, True, False))
+    tiles = [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 7]  # of 128 keys that each block of 128 queries sees, all of them live
+    assert made.counts[0, 0].tolist() == [[1, count] for count in tiles]
+    assert (made.live == 2).sum() == len(tiles)

@@ -18,8 +18,10 @@ from longspan.kernels.tiles import (
     block_of_queries,
     distances,
     end_of,
+    ids_of,
     key_tiles,
     load_tile,
+    masked_tile,
     narrowed,
     scores_of,
     slope_of,
@@ -28,8 +30,8 @@ from longspan.kernels.tiles import (
 
 
 @triton.jit
-def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, positions, maximum, height, delta,
-                 d_q, d_slope, gain_mass, residue, gain_keys, gain_distance,
+def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, start, inner, whole, positions, own,
+                 maximum, height, delta, d_q, d_slope, gain_mass, residue, gain_keys, gain_distance,
                  a, r, scale, slope, end, Documents, TK, D, DV,
                  KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
                  PRECISION: tl.constexpr, REFINE: tl.constexpr, MASKED: tl.constexpr,
@@ -39,14 +41,17 @@ def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, positions
         tile = index // (N // PART)
         if KIND != 0:
             tile = tl.load(List + tile).to(tl.int32)
+        elif MASKED:
+            tile = masked_tile(tile, start, inner, whole)
         first = tile * N + index % (N // PART) * PART
         k = load_tile(K, first, k_t, k_d, TK, D, PART, BLOCK_D, WHOLE=not MASKED)
         v = load_tile(V, first, v_t, v_d, TK, DV, PART, BLOCK_DV, WHOLE=not MASKED)
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         d_p = tl.dot(d_o, tl.trans(v), input_precision=PRECISION)
         keys = first + tl.arange(0, PART)
-        z = scores_of(product, keys[None, :], positions[:, None], unit * scale, unit * slope, end, Documents, TK,
-                      CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+        theirs = ids_of(Documents, keys, TK, DOCUMENTS and MASKED)
+        z = scores_of(product, keys[None, :], positions[:, None], unit * scale, unit * slope, end,
+                      theirs[None, :], own[:, None], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         _, gain = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND, PRECISION)
         gain = bounded(gain, KIND, k.dtype)
         d_s = gain * (d_p - delta[:, None])
@@ -77,7 +82,8 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Residue, Maximum, Height, List, C
     V += batch * v_b + head // GROUP * v_h
     if DOCUMENTS:
         Documents += batch * TK
-        Ranges += (batch * NQ + block) * 2
+        if KIND == 0:
+            Ranges += (batch * NQ + block) * 3
     end = end_of(Lengths, batch, TK, LENGTHS)
     limit = end if LENGTHS or not CAUSAL else None
     slope = slope_of(Slopes, head, SLOPES)
@@ -89,26 +95,30 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Residue, Maximum, Height, List, C
     tl.store(Delta + line_place, delta, mask=rows < TQ)
     maximum = tl.load(Maximum + line_place, mask=rows < TQ, other=1e30)  # beyond the end nothing survives
     height = tl.load(Height + line_place, mask=rows < TQ, other=0.0)
+    own = ids_of(Documents, positions, TK, DOCUMENTS)
+    start, inner, whole = 0, 0, 0
     if KIND == 0:
-        second, last, masked = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, Ranges, TK,
-                                         M, N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
-        begin = last
+        start, inner, whole, stop = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, Ranges, TK,
+                                              M, N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
+        masked, second, last = inner - start + stop - whole, inner, whole
     else:
         place = pair.to(tl.int64) * NQ + block
         List += place * NK
-        begin, masked = 0, tl.load(Counts + place * 2)
-        second, last = masked, tl.load(Counts + place * 2 + 1)
+        masked, last = tl.load(Counts + place * 2), tl.load(Counts + place * 2 + 1)
+        second = masked
     d_q = tl.zeros([M, BLOCK_D], tl.float32)
     d_slope = tl.zeros([M], tl.float32)
     gain_mass, residue, gain_keys, gain_distance = d_slope, d_slope, d_q, d_slope
     d_q, d_slope, gain_mass, residue, gain_keys, gain_distance = _query_tiles(
-        q, d_o, K, V, k_t, k_d, v_t, v_d, begin, masked, List, positions, maximum, height, delta,
-        d_q, d_slope, gain_mass, residue, gain_keys, gain_distance, a, r, scale, slope, limit, Documents, TK, D, DV,
+        q, d_o, K, V, k_t, k_d, v_t, v_d, 0, masked, List, start, inner, whole, positions, own,
+        maximum, height, delta, d_q, d_slope, gain_mass, residue, gain_keys, gain_distance,
+        a, r, scale, slope, limit, Documents, TK, D, DV,
         KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, True, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     if not MASK_ALL:  # an empty loop would do, but it makes CUDA 12.8's assembler crash
         d_q, d_slope, gain_mass, residue, gain_keys, gain_distance = _query_tiles(
-            q, d_o, K, V, k_t, k_d, v_t, v_d, second, last, List, positions, maximum, height, delta,
-            d_q, d_slope, gain_mass, residue, gain_keys, gain_distance, a, r, scale, slope, limit, Documents, TK, D, DV,
+            q, d_o, K, V, k_t, k_d, v_t, v_d, second, last, List, start, inner, whole, positions, own,
+            maximum, height, delta, d_q, d_slope, gain_mass, residue, gain_keys, gain_distance,
+            a, r, scale, slope, limit, Documents, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, False, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     if REFINE:
         residue /= tl.maximum(gain_mass, 1e-37)
@@ -122,7 +132,7 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Residue, Maximum, Height, List, C
 
 @triton.jit
 def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, count, List, Maximum, Height, Delta, Residue,
-               keys, d_k, d_v,
+               keys, theirs, d_k, d_v,
                a, r, scale, slope, end, Documents, TQ, TK, D, DV,
                KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
                PRECISION: tl.constexpr, REFINE: tl.constexpr, MASKED: tl.constexpr,
@@ -142,8 +152,9 @@ def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, count, List, Maximum, Hei
         product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         d_p = tl.dot(v, tl.trans(d_o), input_precision=PRECISION)
         positions = rows + TK - TQ
-        z = scores_of(product, keys[:, None], positions[None, :], unit * scale, unit * slope, end, Documents, TK,
-                      CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+        own = ids_of(Documents, positions, TK, DOCUMENTS and MASKED)
+        z = scores_of(product, keys[:, None], positions[None, :], unit * scale, unit * slope, end,
+                      theirs[:, None], own[None, :], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         p, gain = weights_and_gains(z, maximum[None, :], height[None, :], r, KIND, PRECISION)
         d_v = accumulated(p.to(d_o.dtype), d_o, d_v, PRECISION)
         d_p -= delta[None, :]
@@ -172,6 +183,7 @@ def key_kernel(Q, K, V, dO, dK, dV, Delta, Residue, Maximum, Height, List, Count
     keys = first + tl.arange(0, KEYS)
     if DOCUMENTS:
         Documents += batch * TK
+    theirs = ids_of(Documents, keys, TK, DOCUMENTS)
     end = end_of(Lengths, batch, TK, LENGTHS)
     limit = end if LENGTHS or not CAUSAL else None
     k = load_tile(K + batch * k_b + kv_head * k_h, first, k_t, k_d, TK, D, KEYS, BLOCK_D)
@@ -187,7 +199,7 @@ def key_kernel(Q, K, V, dO, dK, dV, Delta, Residue, Maximum, Height, List, Count
             # The first block that sees the first key, the first that sees them all without a mask, the end.
             begin = tl.maximum(tile * N - (TK - TQ), 0) // M if CAUSAL else 0
             masked = tl.cdiv(tl.maximum(tile * N + N - 1 - (TK - TQ), 0), M) if CAUSAL else 0
-            masked = tl.where((tile * N + N > TK) | MASK_ALL, NQ, tl.minimum(tl.maximum(masked, begin), NQ))
+            masked = tl.where((tile * N + N > TK) | MASK_ALL | DOCUMENTS, NQ, tl.minimum(tl.maximum(masked, begin), NQ))
             count = NQ
         else:
             masked, count = tl.load(Counts + place * 2), tl.load(Counts + place * 2 + 1)
@@ -196,12 +208,12 @@ def key_kernel(Q, K, V, dO, dK, dV, Delta, Residue, Maximum, Height, List, Count
         Refined = Residue + offset if REFINE else Residue
         d_k, d_v = _key_tiles(
             k, v, Q + batch * q_b + head * q_h, dO + batch * o_b + head * o_h, q_t, q_d, o_t, o_d, begin, masked,
-            Tiles, Maximum + offset, Height + offset, Delta + offset, Refined, keys, d_k, d_v,
+            Tiles, Maximum + offset, Height + offset, Delta + offset, Refined, keys, theirs, d_k, d_v,
             a, r, scale, slope, limit, Documents, TQ, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, True, M, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
         d_k, d_v = _key_tiles(
             k, v, Q + batch * q_b + head * q_h, dO + batch * o_b + head * o_h, q_t, q_d, o_t, o_d, masked, count,
-            Tiles, Maximum + offset, Height + offset, Delta + offset, Refined, keys, d_k, d_v,
+            Tiles, Maximum + offset, Height + offset, Delta + offset, Refined, keys, theirs, d_k, d_v,
             a, r, scale, slope, limit, Documents, TQ, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, False, M, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     store_tile(dK + batch * dk_b + kv_head * dk_h, d_k * scale, first, dk_t, dk_d, TK, D, KEYS, BLOCK_D)
@@ -209,20 +221,14 @@ def key_kernel(Q, K, V, dO, dK, dV, Delta, Residue, Maximum, Height, List, Count
 
 
 @triton.jit(do_not_specialize=SIZES)
-def column_kernel(Live, List, Counts, TQ, TK, NQ, NK, CAUSAL: tl.constexpr, MASK_ALL: tl.constexpr,
-                  M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+def column_kernel(Live, List, Counts, NQ, CHUNK: tl.constexpr):
     """For a tile of keys, the list of the blocks of queries to which it is live; those that need a mask come first."""
-    pair, tile = (tl.program_id(0) // NK).to(tl.int64), tl.program_id(0) % NK
-    place = pair * NK + tile
-    # The first block whose first query sees the tile's last key.
-    whole = tl.cdiv(tl.maximum(tile * N + N - 1 - (TK - TQ), 0), M) if CAUSAL else 0
-    whole = tl.where((tile * N + N > TK) | MASK_ALL, NQ, whole)
-    masked, count = 0, 0
-    for start in range(0, NQ, CHUNK):
-        blocks = start + tl.arange(0, CHUNK)
-        live = tl.load(Live + place * NQ + blocks, mask=blocks < NQ, other=0).to(tl.int32)
-        tl.store(List + place * NQ + count + tl.cumsum(live, 0) - live, blocks.to(tl.int16), mask=live > 0)
-        masked += tl.sum(tl.where(blocks < whole, live, 0), 0)
-        count += tl.sum(live, 0)
-    tl.store(Counts + place * 2, masked)
-    tl.store(Counts + place * 2 + 1, count)
+    place = tl.program_id(0).to(tl.int64)
+    count = 0
+    for mark in tl.static_range(2, 0, -1):
+        for start in range(0, NQ, CHUNK):
+            blocks = start + tl.arange(0, CHUNK)
+            live = (tl.load(Live + place * NQ + blocks, mask=blocks < NQ, other=0) == mark).to(tl.int32)
+            tl.store(List + place * NQ + count + tl.cumsum(live, 0) - live, blocks.to(tl.int16), mask=live > 0)
+            count += tl.sum(live, 0)
+        tl.store(Counts + place * 2 + 2 - mark, count)

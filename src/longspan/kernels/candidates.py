@@ -22,7 +22,16 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.kernels.solver import gains, joined_norm
-from longspan.kernels.tiles import SIZES, block_of_queries, keys_of, live_tiles_of, load_tile, scores_of, surveyed
+from longspan.kernels.tiles import (
+    SIZES,
+    block_of_queries,
+    ids_of,
+    keys_of,
+    live_tiles_of,
+    load_tile,
+    scores_of,
+    surveyed,
+)
 
 
 def capacity(alpha: float) -> int:
@@ -67,7 +76,7 @@ def _part_of_list(List, index, stop, N: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
-def _collect_tiles(q, K, k_t, k_d, begin, count, List, positions, maximum, height, held, Scores, Copies, places,
+def _collect_tiles(q, K, k_t, k_d, begin, count, List, positions, own, maximum, height, held, Scores, Copies, places,
                    a, scale, slope, end, Documents, TK, D,
                    CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
                    PRECISION: tl.constexpr, MASKED: tl.constexpr, CAP: tl.constexpr,
@@ -85,8 +94,9 @@ def _collect_tiles(q, K, k_t, k_d, begin, count, List, positions, maximum, heigh
         k = load_tile(K, following, k_t, k_d, TK, D, PART, BLOCK_D)
         if SLOPES or MASKED:
             keys = first + tl.arange(0, PART)
-            product = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end, Documents, TK,
-                                CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+            theirs = ids_of(Documents, keys, TK, DOCUMENTS and MASKED)
+            product = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end,
+                                theirs[None, :], own[:, None], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         top = tl.max(product, 1)
         left = _above(top * unit, maximum, height) & (held <= CAP)
         going = tl.max(left.to(tl.int32), 0) > 0
@@ -118,16 +128,17 @@ def collect_kernel(Q, K, Maximum, Height, List, Counts, Scores, Copies, Held, Ov
         Documents += batch * TK
     limit = end if LENGTHS or not CAUSAL else None
     place = pair.to(tl.int64) * NQ + block
+    own = ids_of(Documents, positions, TK, DOCUMENTS)
     List, masked, count = live_tiles_of(List, Counts, pair, block, NQ, NK)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     line_place, maximum, height = surveyed(Maximum, Height, pair, rows, TQ)
     held = tl.zeros([M], tl.int32)
     held = _collect_tiles(
-        q, K, k_t, k_d, 0, masked, List, positions, maximum, height, held, Scores, Copies, line_place * CAP,
+        q, K, k_t, k_d, 0, masked, List, positions, own, maximum, height, held, Scores, Copies, line_place * CAP,
         a, scale, slope, limit, Documents, TK, D,
         CAUSAL, SLOPES, DOCUMENTS, PRECISION, True, CAP, N, PART, BLOCK_D)  # fmt: skip
     held = _collect_tiles(
-        q, K, k_t, k_d, masked, count, List, positions, maximum, height, held, Scores, Copies, line_place * CAP,
+        q, K, k_t, k_d, masked, count, List, positions, own, maximum, height, held, Scores, Copies, line_place * CAP,
         a, scale, slope, limit, Documents, TK, D,
         CAUSAL, SLOPES, DOCUMENTS, PRECISION, False, CAP, N, PART, BLOCK_D)  # fmt: skip
     tl.store(Held + line_place, held, mask=valid)

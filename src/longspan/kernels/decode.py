@@ -94,7 +94,7 @@ def scored(q, K, Table, batch, kv_head, page, k_b, k_h, k_t, k_d, positions, sca
     k = load_tile(base, 0, k_t, k_d, end - page * 64, D, 64, BLOCK_D)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     keys = page * 64 + tl.arange(0, 64)
-    z = scores_of(product, keys[None, :], positions[:, None], scale[:, None], slope[:, None], None, None, 0,
+    z = scores_of(product, keys[None, :], positions[:, None], scale[:, None], slope[:, None], None, None, None,
                   True, SLOPES, False)  # fmt: skip
     if STARTS:
         z = tl.where(keys[None, :] >= start, z, float("-inf"))

@@ -79,7 +79,7 @@ class _Outputs(NamedTuple):
     entropy: Tensor
     tiles: Tensor  # the live tiles of every block of queries, and how many of them are masked and are in all
     counts: Tensor
-    live: Tensor  # the same as a map, keys first
+    live: Tensor  # the same as a map, keys first: 0 is dead, 2 alive under a mask
     top: Tensor  # the maximum, for statistics where `maximum` and `height` are those of the smallest survivor
 
 
@@ -117,7 +117,7 @@ def _constants(
         "SLOPES": slopes is not None,
         "LENGTHS": lengths is not None,
         "DOCUMENTS": documents is not None,
-        "MASK_ALL": lengths is not None or documents is not None or (slopes is not None and not causal),
+        "MASK_ALL": lengths is not None or (not causal and (documents is not None or slopes is not None)),
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "M": blocks.rows,
         "N": blocks.keys,
@@ -126,22 +126,34 @@ def _constants(
     }
 
 
+def _small_ids(documents: Tensor | None) -> Tensor | None:
+    """Ids that fit 32 bits, equal where the given ones are; those that fit are left alone."""
+    if documents is None or documents.dtype != torch.int64:
+        return documents if documents is None else documents.int()
+    ordered, order = documents.sort(dim=-1)
+    ranks = torch.nn.functional.pad(ordered.diff(dim=-1) != 0, (1, 0)).cumsum(-1, dtype=torch.int32)
+    return torch.empty_like(ranks).scatter_(-1, order, ranks)
+
+
 def _document_ranges(q: Tensor, k: Tensor, documents: Tensor, blocks: Blocks) -> Tensor:
-    """For every block of queries the run of key tiles whose ids may be its own, (batch, blocks, 2)."""
+    """For every block of queries three tiles of keys, (batch, blocks, 3): the run whose ids may be its own, and the
+    first from which on there is one document alone, the block's, up to where a causal mask begins."""
 
     def bounds(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
         padding = -ids.shape[1] % size
-        padded = torch.nn.functional.pad(ids[:, None].float(), (0, padding), mode="replicate")[:, 0]
-        blocked = padded.unflatten(1, (-1, size))
+        blocked = torch.cat([ids, ids[:, -1:].expand(-1, padding)], 1).unflatten(1, (-1, size))
         return blocked.amin(-1), blocked.amax(-1)
 
     positions = torch.arange(q.shape[2], device=q.device) + (k.shape[2] - q.shape[2])
     low, high = bounds(documents[:, positions.clamp_min(0)], blocks.rows)
     key_low, key_high = bounds(documents, blocks.keys)
-    meet = (low[:, :, None] <= key_high[:, None]) & (key_low[:, None] <= high[:, :, None])  # (B, blocks, tiles)
-    tiles = torch.arange(1, meet.shape[2] + 1, device=q.device)
-    stop = (meet * tiles).amax(-1)
-    return torch.stack([torch.minimum(meet.long().argmax(-1), stop), stop], -1).int()
+    low, high, key_low, key_high = low[:, :, None], high[:, :, None], key_low[:, None], key_high[:, None]
+    meet = (low <= key_high) & (key_low <= high)  # (B, blocks, tiles)
+    alike = (low == high) & (key_low == low) & (key_high == low)
+    numbers = torch.arange(1, meet.shape[2] + 1, device=q.device)
+    before_mask = numbers <= (positions[:: blocks.rows, None] + 1).clamp_min(0) // blocks.keys
+    stop, inner = (meet * numbers).amax(-1), (~alike & before_mask).mul(numbers).amax(-1)
+    return torch.stack([torch.minimum(meet.long().argmax(-1), stop), stop, inner], -1).int()
 
 
 def _largest_norms(k: Tensor) -> Tensor:
@@ -185,7 +197,7 @@ def _stats(q: Tensor, k: Tensor, v: Tensor, made: _Outputs, alpha: float, causal
         tau = made.maximum - made.height
         highest = made.top - made.maximum + made.height if alpha > 2 else made.height
         largest = highest ** powers_of(alpha)[1]
-        dead = 1 - made.live.sum((2, 3)) / max(1, _visible_tiles(q, k, v, causal))
+        dead = 1 - (made.live > 0).sum((2, 3)) / max(1, _visible_tiles(q, k, v, causal))
     return Stats(torch.where(sees, tau, torch.inf), made.support.long(), made.entropy, largest, dead)
 
 
@@ -227,7 +239,7 @@ def long_attention(
     alpha: float, scale: float, causal: bool, grad: bool, stats: bool,
 ) -> list[Tensor]:  # fmt: skip
     """`_Outputs`. `grad`: keep what the backward needs. `stats`: count supports and entropies."""
-    slopes, lengths, documents = contiguous(slopes, lengths, documents)
+    slopes, lengths, documents = contiguous(slopes, lengths, _small_ids(documents))
     batch, heads, time, _ = q.shape
     blocks, made = blocks_of(q, v), _outputs(q, k, v, alpha, grad, stats)
     constants = _constants(q, v, slopes, lengths, documents, causal)
@@ -307,7 +319,7 @@ def long_attention_backward(
     alpha: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v and the slopes."""
-    slopes, lengths, documents = contiguous(slopes, lengths, documents)
+    slopes, lengths, documents = contiguous(slopes, lengths, _small_ids(documents))
     batch, heads, time, _ = q.shape
     kv_heads, key_time = k.shape[1:3]
     blocks = blocks_of(q, v)
@@ -317,11 +329,11 @@ def long_attention_backward(
     d_slopes = maximum.new_empty(batch, heads if slopes is not None else 0, rows)
     delta = torch.empty_like(maximum)
     residue = torch.empty_like(maximum) if q.dtype == torch.float32 else None
-    ranges = None
-    if documents is not None:
-        ranges = _document_ranges(q, k, documents, blocks)
     a, r = powers_of(alpha)
     kind = _kind(q, alpha)
+    ranges = None  # entmax has lists
+    if documents is not None and kind == SOFTMAX:
+        ranges = _document_ranges(q, k, documents, blocks)
     sizes = heads, heads // kv_heads, time, key_time, q.shape[3], v.shape[3], rows, keys
     strides = *q.stride(), *k.stride(), *v.stride(), *d_out.stride()
     query_kernel[(rows * batch * heads,)](
@@ -334,8 +346,7 @@ def long_attention_backward(
         columns = torch.empty_like(live, dtype=torch.int16)
         column_counts = counts.new_empty(batch, heads, keys, 2)
         column_kernel[(keys * batch * heads,)](
-            live, columns, column_counts, time, key_time, rows, keys,
-            CAUSAL=causal, MASK_ALL=constants["MASK_ALL"], M=blocks.rows, N=blocks.keys, CHUNK=256, num_warps=1,
+            live, columns, column_counts, rows, CHUNK=256, num_warps=1,
         )  # fmt: skip
     key_kernel[(keys * (blocks.keys // blocks.keys_at_once) * batch * kv_heads,)](
         q, k, v, d_out, d_k, d_v, delta, residue, maximum, height, columns, column_counts, slopes, lengths, documents,

@@ -8,6 +8,7 @@ from longspan.kernels.tiles import (
     SIZES,
     accumulated,
     block_of_queries,
+    ids_of,
     keys_of,
     live_tiles_of,
     load_tile,
@@ -19,7 +20,7 @@ from longspan.kernels.tiles import (
 
 
 @triton.jit
-def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, positions, maximum, height,
+def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, positions, own, maximum, height,
            out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, end, Documents, TK, D, DV,
            KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
            PRECISION: tl.constexpr, MEAN: tl.constexpr, MAP: tl.constexpr, STATS: tl.constexpr, MASKED: tl.constexpr,
@@ -31,8 +32,9 @@ def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, positi
         v = load_tile(V, first, v_t, v_d, TK, DV, PART, BLOCK_DV, WHOLE=not MASKED)
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         keys = first + tl.arange(0, PART)
-        z = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end, Documents, TK,
-                      CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+        theirs = ids_of(Documents, keys, TK, DOCUMENTS and MASKED)
+        z = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end,
+                      theirs[None, :], own[:, None], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         u = tl.maximum(z - maximum[:, None] + height[:, None], 0.0)
         gain = gains(u, r, KIND)
         p = gain * u
@@ -49,7 +51,7 @@ def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, positi
             mean = accumulated(narrow, v, mean, PRECISION)
         if MAP:
             live = tl.max(tile_gain, 0) > 0
-            tl.store(Live + tl.cast(tile, tl.int64) * live_t, tl.full([], 1, tl.int8), mask=live)
+            tl.store(Live + tl.cast(tile, tl.int64) * live_t, tl.full([], 1 + MASKED, tl.int8), mask=live)
         if STATS:
             support += tl.sum(tl.where(u > 0, 1.0, 0.0), 1)
             entropy -= tl.sum(p * tl.log(tl.maximum(p, 1e-37)), 1)
@@ -82,6 +84,7 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Bound, Support, Entropy, Li
         Documents += batch * TK
     limit = end if LENGTHS or not CAUSAL else None
     Live += pair.to(tl.int64) * NK * NQ + block
+    own = ids_of(Documents, positions, TK, DOCUMENTS)
     List, masked, count = live_tiles_of(List, Counts, pair, block, NQ, NK)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     line_place, maximum, height = surveyed(Maximum, Height, pair, rows, TQ)
@@ -98,12 +101,12 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Bound, Support, Entropy, Li
         support = tl.zeros([M], tl.float32)
         entropy = tl.zeros([M], tl.float32)
         out, mean, mass, gain_mass, support, entropy = _tiles(
-            q, K, V, k_t, k_d, v_t, v_d, 0, masked, List, Live, NQ, positions, maximum, height,
+            q, K, V, k_t, k_d, v_t, v_d, 0, masked, List, Live, NQ, positions, own, maximum, height,
             out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, limit, Documents, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MEAN, MAP, STATS, True,
             N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
         out, mean, mass, gain_mass, support, entropy = _tiles(
-            q, K, V, k_t, k_d, v_t, v_d, masked, count, List, Live, NQ, positions, maximum, height,
+            q, K, V, k_t, k_d, v_t, v_d, masked, count, List, Live, NQ, positions, own, maximum, height,
             out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, limit, Documents, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MEAN, MAP, STATS, False,
             N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip

@@ -19,6 +19,7 @@ from longspan.kernels.tiles import (
     contiguous,
     distances,
     end_of,
+    ids_of,
     like_tokens,
     load_tile,
     padded,
@@ -53,8 +54,12 @@ def _forward(Q, K, V, O, Maximum, Height, Slopes, Scales, Lengths, Documents, a,
         q = (q * own[:, None]).to(q.dtype)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     unit = 1.0 if KIND == 0 else a
-    z = scores_of(product, keys[None, :], (rows + TK - TQ)[:, None], unit * scale, unit * slope, limit,
-                  Documents + batch * TK if DOCUMENTS else Documents, TK, CAUSAL, SLOPES, DOCUMENTS)  # fmt: skip
+    positions = rows + TK - TQ
+    if DOCUMENTS:
+        Documents += batch * TK
+    theirs, fellows = ids_of(Documents, keys, TK, DOCUMENTS), ids_of(Documents, positions, TK, DOCUMENTS)
+    z = scores_of(product, keys[None, :], positions[:, None], unit * scale, unit * slope, limit,
+                  theirs[None, :], fellows[:, None], CAUSAL, SLOPES, DOCUMENTS)  # fmt: skip
     maximum = row_maximum(z)
     height = heights(z - maximum[:, None], r, KIND, PRECISION)
     p, _ = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND, PRECISION)
@@ -87,6 +92,9 @@ def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Slopes, dSlopes, Scales,
     k = load_tile(K + batch * k_b + kv_head * k_h, 0, k_t, k_d, TK, D, N, BLOCK_D)
     v = load_tile(V + batch * v_b + kv_head * v_h, 0, v_t, v_d, TK, DV, N, BLOCK_DV)
     unit = 1.0 if KIND == 0 else a
+    if DOCUMENTS:
+        Documents += batch * TK
+    theirs = ids_of(Documents, keys, TK, DOCUMENTS)
     d_k = tl.zeros([N, BLOCK_D], tl.float32)
     d_v = tl.zeros([N, BLOCK_DV], tl.float32)
     for index in range(GROUP):
@@ -105,16 +113,16 @@ def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Slopes, dSlopes, Scales,
                 own = tl.load(Scales + batch * s_b + head * s_h + rows * s_t, mask=rows < TQ, other=0.0)
                 scaled = (q * own[:, None]).to(q.dtype)
             product = tl.dot(k, tl.trans(scaled), input_precision=PRECISION)
-            positions = (rows + TK - TQ)[None, :]
-            z = scores_of(product, keys[:, None], positions, unit * scale, unit * slope, limit,
-                          Documents + batch * TK if DOCUMENTS else Documents, TK,
-                          CAUSAL, SLOPES, DOCUMENTS)  # fmt: skip
+            positions = rows + TK - TQ
+            fellows = ids_of(Documents, positions, TK, DOCUMENTS)
+            z = scores_of(product, keys[:, None], positions[None, :], unit * scale, unit * slope, limit,
+                          theirs[:, None], fellows[None, :], CAUSAL, SLOPES, DOCUMENTS)  # fmt: skip
             p, gain = weights_and_gains(z, maximum[None, :], height[None, :], r, KIND, PRECISION)
             d_p = tl.dot(v, tl.trans(d_o), input_precision=PRECISION)
             mean = tl.sum(gain * d_p, 0) / tl.maximum(tl.sum(gain, 0), 1e-37)
             d_s = gain * (d_p - mean[None, :])
             if SLOPES:
-                d_slope -= tl.sum(d_s * distances(keys[:, None], positions), 0)
+                d_slope -= tl.sum(d_s * distances(keys[:, None], positions[None, :]), 0)
             d_v += tl.dot(p.to(d_o.dtype), d_o, input_precision=PRECISION)
             d_s = d_s.to(q.dtype)
             d_k += tl.dot(d_s, scaled, input_precision=PRECISION)

@@ -9,8 +9,10 @@ from longspan.kernels.tiles import (
     accumulated,
     block_of_queries,
     end_of,
+    ids_of,
     key_tiles,
     load_tile,
+    masked_tile,
     scores_of,
     slope_of,
     store_tile,
@@ -18,7 +20,7 @@ from longspan.kernels.tiles import (
 
 
 @triton.jit
-def _tile(q, K, V, k_t, k_d, v_t, v_d, tile, positions, out, mass, moment, support, maximum, scale, slope, end,
+def _tile(q, K, V, k_t, k_d, v_t, v_d, tile, positions, own, out, mass, moment, support, maximum, scale, slope, end,
           Documents, TK, D, DV, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
           PRECISION: tl.constexpr, STATS: tl.constexpr, MASKED: tl.constexpr,
           N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
@@ -26,8 +28,9 @@ def _tile(q, K, V, k_t, k_d, v_t, v_d, tile, positions, out, mass, moment, suppo
     v = load_tile(V, tile * N, v_t, v_d, TK, DV, N, BLOCK_DV, WHOLE=not MASKED)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     keys = tile * N + tl.arange(0, N)
-    scores = scores_of(product, keys[None, :], positions[:, None], scale, slope, end, Documents, TK,
-                       CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+    theirs = ids_of(Documents, keys, TK, DOCUMENTS and MASKED)
+    scores = scores_of(product, keys[None, :], positions[:, None], scale, slope, end,
+                       theirs[None, :], own[:, None], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
     risen = tl.maximum(maximum, tl.max(scores, 1))
     shrink = exponential(maximum - risen, PRECISION)
     gap = scores - risen[:, None]
@@ -52,25 +55,27 @@ def softmax_kernel(Q, K, V, O, Maximum, Height, Support, Entropy, Slopes, Length
     V += batch * v_b + head // GROUP * v_h
     if DOCUMENTS:
         Documents += batch * TK
-        Ranges += (batch * NQ + block) * 2
+        Ranges += (batch * NQ + block) * 3
+    own = ids_of(Documents, positions, TK, DOCUMENTS)
     end = end_of(Lengths, batch, TK, LENGTHS)
     limit = end if LENGTHS or not CAUSAL else None
     slope = slope_of(Slopes, head, SLOPES)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
-    start, whole, stop = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, Ranges, TK,
-                                   M, N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
+    start, inner, whole, stop = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, Ranges, TK,
+                                          M, N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
     out = tl.zeros([M, BLOCK_DV], tl.float32)
     mass = tl.zeros([M], tl.float32)
     moment = tl.zeros([M], tl.float32)
     support = tl.zeros([M], tl.float32)
     maximum = tl.full([M], -1e30, tl.float32)
-    for tile in range(whole, stop):
+    for index in range(inner - start + stop - whole):
+        tile = masked_tile(index, start, inner, whole)
         out, mass, moment, support, maximum = _tile(
-            q, K, V, k_t, k_d, v_t, v_d, tile, positions, out, mass, moment, support, maximum, scale, slope, limit,
+            q, K, V, k_t, k_d, v_t, v_d, tile, positions, own, out, mass, moment, support, maximum, scale, slope, limit,
             Documents, TK, D, DV, CAUSAL, SLOPES, DOCUMENTS, PRECISION, STATS, True, N, BLOCK_D, BLOCK_DV)  # fmt: skip
-    for tile in range(start, whole):
+    for tile in range(inner, whole):
         out, mass, moment, support, maximum = _tile(
-            q, K, V, k_t, k_d, v_t, v_d, tile, positions, out, mass, moment, support, maximum, scale, slope, limit,
+            q, K, V, k_t, k_d, v_t, v_d, tile, positions, own, out, mass, moment, support, maximum, scale, slope, limit,
             Documents, TK, D, DV, CAUSAL, SLOPES, DOCUMENTS, PRECISION, STATS, False, N, BLOCK_D, BLOCK_DV)  # fmt: skip
     sees = mass > 0
     mass = tl.where(sees, mass, 1.0)

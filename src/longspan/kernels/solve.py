@@ -7,11 +7,20 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.solver import curved_fall, gains, inside, joined_norm, secant_step
-from longspan.kernels.tiles import SIZES, block_of_queries, keys_of, live_tiles_of, load_tile, scores_of, surveyed
+from longspan.kernels.tiles import (
+    SIZES,
+    block_of_queries,
+    ids_of,
+    keys_of,
+    live_tiles_of,
+    load_tile,
+    scores_of,
+    surveyed,
+)
 
 
 @triton.jit
-def _sums(q, K, k_t, k_d, begin, count, List, positions, maximum, height, mass, gain_mass, support,
+def _sums(q, K, k_t, k_d, begin, count, List, positions, own, maximum, height, mass, gain_mass, support,
           a, r, scale, slope, end, Documents, TK, D,
           KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
           PRECISION: tl.constexpr, MASKED: tl.constexpr,
@@ -23,8 +32,9 @@ def _sums(q, K, k_t, k_d, begin, count, List, positions, maximum, height, mass, 
         k = load_tile(K, first, k_t, k_d, TK, D, PART, BLOCK_D, WHOLE=not MASKED)
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         keys = first + tl.arange(0, PART)
-        z = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end, Documents, TK,
-                      CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+        theirs = ids_of(Documents, keys, TK, DOCUMENTS and MASKED)
+        z = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end,
+                      theirs[None, :], own[:, None], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         u = tl.maximum(z - maximum[:, None] + height[:, None], 0.0)
         gain = gains(u, r, KIND)
         mass += tl.sum(gain * u, 1)
@@ -55,6 +65,7 @@ def solve_kernel(Q, K, Maximum, Height, Hint, List, Counts, Over, Slopes, Length
     if COLLECTED:  # noqa: SIM102, the compiler would take both sides of an `and`
         if tl.load(Over + place) == 0:
             return
+    own = ids_of(Documents, positions, TK, DOCUMENTS)
     List, masked, count = live_tiles_of(List, Counts, pair, block, NQ, NK)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     line_place, maximum, height = surveyed(Maximum, Height, pair, rows, TQ)
@@ -81,11 +92,11 @@ def solve_kernel(Q, K, Maximum, Height, Hint, List, Counts, Over, Slopes, Length
         gain_mass = tl.zeros([M], tl.float32)
         support = tl.zeros([M], tl.float32)
         mass, gain_mass, support = _sums(
-            q, K, k_t, k_d, 0, masked, List, positions, maximum, height, mass, gain_mass, support,
+            q, K, k_t, k_d, 0, masked, List, positions, own, maximum, height, mass, gain_mass, support,
             a, r, scale, slope, limit, Documents, TK, D,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, True, N, PART, BLOCK_D)  # fmt: skip
         mass, gain_mass, support = _sums(
-            q, K, k_t, k_d, masked, count, List, positions, maximum, height, mass, gain_mass, support,
+            q, K, k_t, k_d, masked, count, List, positions, own, maximum, height, mass, gain_mass, support,
             a, r, scale, slope, limit, Documents, TK, D,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, False, N, PART, BLOCK_D)  # fmt: skip
         norm, steepness = joined_norm(low * 0.0, low * 0.0, mass, gain_mass, r, KIND)

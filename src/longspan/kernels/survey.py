@@ -24,18 +24,28 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.solver import gains, joined_norm, thinned, thinned_to_1
-from longspan.kernels.tiles import SIZES, block_of_queries, key_tiles, keys_of, load_tile, scores_of
+from longspan.kernels.tiles import (
+    SIZES,
+    block_of_queries,
+    ids_of,
+    key_tiles,
+    keys_of,
+    load_tile,
+    masked_tile,
+    scores_of,
+)
 
 
 @triton.jit
-def _survey_tile(product, tile, positions, valid, maximum, height, line, slope_of_line, mass, gain_mass, count, List,
-                 a, r, scale, slope, end, Documents, TK,
+def _survey_tile(product, tile, positions, own, valid, maximum, height, line, slope_of_line, mass, gain_mass, count,
+                 List, a, r, scale, slope, end, Documents, TK,
                  KIND: tl.constexpr, GUESS: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
                  SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, N: tl.constexpr):  # fmt: skip
     keys = tile * N + tl.arange(0, N)
     if SLOPES or MASKED:
-        z = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end, Documents, TK,
-                      CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+        theirs = ids_of(Documents, keys, TK, DOCUMENTS and MASKED)
+        z = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end,
+                      theirs[None, :], own[:, None], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         top = tl.max(z, 1)
     else:
         z = product
@@ -85,13 +95,14 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
     K, end, slope = keys_of(K, Lengths, Slopes, batch, head, GROUP, TK, k_b, k_h, LENGTHS, SLOPES)
     if DOCUMENTS:
         Documents += batch * TK
-        Ranges += (batch * NQ + block) * 2
+        Ranges += (batch * NQ + block) * 3
+    own = ids_of(Documents, positions, TK, DOCUMENTS)
     limit = end if LENGTHS or not CAUSAL else None
     place = pair.to(tl.int64) * NQ + block
     List += place * NK
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
-    start, whole, stop = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, Ranges, TK,
-                                   M, N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
+    start, inner, whole, stop = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, Ranges, TK,
+                                          M, N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
 
     maximum = tl.full([M], -1e30, tl.float32)
     height = tl.full([M], 1.0, tl.float32)
@@ -99,12 +110,13 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
     slope_of_line = tl.zeros([M], tl.float32)
     mass, gain_mass = line, line
     count = 0
-    for index in range(stop - whole):
-        tile = stop - 1 - index
+    edges = inner - start + stop - whole
+    for index in range(edges):
+        tile = masked_tile(edges - 1 - index, start, inner, whole)
         k = load_tile(K, tile * N, k_t, k_d, TK, D, N, BLOCK_D)
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         maximum, height, line, slope_of_line, mass, gain_mass, count = _survey_tile(
-            product, tile, positions, valid, maximum, height, line, slope_of_line, mass, gain_mass, count, List,
+            product, tile, positions, own, valid, maximum, height, line, slope_of_line, mass, gain_mass, count, List,
             a, r, scale, slope, limit, Documents, TK, KIND, GUESS, 2, CAUSAL, SLOPES, DOCUMENTS, True, N)  # fmt: skip
     masked = count
     if SLOPES and CAUSAL and not MASK_ALL:
@@ -114,14 +126,14 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
         room = tl.where(valid, reach * (a * scale * 1.001) - maximum + height, -float("inf"))
         window = tl.minimum(tl.maximum(tl.max(room, 0) / tl.maximum(a * slope, 1e-30), -1e9), 1e9)
         window = tl.where(slope > 0, window, 1e9)
-        start = tl.maximum(start, ((first + TK - TQ).to(tl.float32) - window).to(tl.int32) // N)
-        start = tl.minimum(start, whole)
-    for index in range(whole - start):
+        inner = tl.maximum(inner, ((first + TK - TQ).to(tl.float32) - window).to(tl.int32) // N)
+        inner = tl.minimum(inner, whole)
+    for index in range(whole - inner):
         tile = whole - 1 - index
         k = load_tile(K, tile * N, k_t, k_d, TK, D, N, BLOCK_D, WHOLE=True)
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         maximum, height, line, slope_of_line, mass, gain_mass, count = _survey_tile(
-            product, tile, positions, valid, maximum, height, line, slope_of_line, mass, gain_mass, count, List,
+            product, tile, positions, own, valid, maximum, height, line, slope_of_line, mass, gain_mass, count, List,
             a, r, scale, slope, limit, Documents, TK, KIND, GUESS, 1, CAUSAL, SLOPES, DOCUMENTS, False, N)  # fmt: skip
 
     sees = maximum > -1e30

@@ -114,13 +114,26 @@ def distances(keys, positions):
 
 
 @triton.jit
-def scores_of(product, keys, positions, scale, slope, end, documents, TK,
+def ids_of(Documents, places, TK, WANTED: tl.constexpr):
+    """The documents of tokens, of any numbers for those there are not; the places themselves where nobody asks.
+
+    To be loaded in one dim and shaped after it: loaded as they lie across each other, the compiler moves a whole tile
+    of ids through shared memory.
+    """
+    if WANTED:
+        return tl.load(Documents + places, mask=(places >= 0) & (places < TK), other=0)
+    return places
+
+
+@triton.jit
+def scores_of(product, keys, positions, scale, slope, end, theirs, own,
               CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
               MASKED: tl.constexpr = True):  # fmt: skip
     """Scores from products, -inf where a key is hidden.
 
-    `keys` and `positions` are shaped to lie across each other. `end`: the first hidden key, None if the causal mask
-    hides all that lies beyond the keys. Not MASKED: every query of the tile sees every key.
+    `keys` and `positions` are shaped to lie across each other, and so are their documents, `theirs` and `own`. `end`:
+    the first hidden key, None if the causal mask hides all that lies beyond the keys. Not MASKED: every query of the
+    tile sees every key.
     """
     scores = product * scale
     if SLOPES:
@@ -134,10 +147,9 @@ def scores_of(product, keys, positions, scale, slope, end, documents, TK,
         if CAUSAL:
             seen = seen & (keys <= positions)
     if DOCUMENTS:
-        inside = (positions >= 0) & (positions < TK)
-        own = tl.load(documents + positions, mask=inside, other=0)
-        theirs = tl.load(documents + keys, mask=keys < TK, other=0)
-        seen = seen & (own == theirs) & inside
+        seen = seen & (own == theirs)
+        if not CAUSAL:
+            seen = seen & (positions >= 0)  # a query before the first key has no document
     return tl.where(seen, scores, float("-inf"))
 
 
@@ -145,15 +157,23 @@ def scores_of(product, keys, positions, scale, slope, end, documents, TK,
 def key_tiles(first_position, last_position, end, Ranges, TK,
               M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
               MASK_ALL: tl.constexpr):  # fmt: skip
-    """Of a block of queries: its first key tile, the first that needs a mask, and the end."""
+    """Of a block of queries: its first key tile, the first that needs no mask, the first again that does, the end."""
     start, stop = 0, tl.cdiv(end, N)
     if CAUSAL:
         stop = tl.minimum(stop, tl.cdiv(tl.maximum(last_position + 1, 0), N))
+    inner = start
     if DOCUMENTS:
-        start, stop = tl.load(Ranges), tl.minimum(stop, tl.load(Ranges + 1))
+        start, stop, inner = tl.load(Ranges), tl.minimum(stop, tl.load(Ranges + 1)), tl.load(Ranges + 2)
     whole = TK // N
     if CAUSAL:
         whole = tl.minimum(whole, tl.maximum(first_position + 1, 0) // N)
     if MASK_ALL:
         whole = start
-    return start, tl.maximum(tl.minimum(whole, stop), start), tl.maximum(stop, start)
+    whole = tl.maximum(tl.minimum(whole, stop), start)
+    return start, tl.minimum(tl.maximum(inner, start), whole), whole, tl.maximum(stop, start)
+
+
+@triton.jit
+def masked_tile(index, start, inner, whole):
+    """Tiles that need a mask lie at both ends of what a block of queries sees: which one `index` is, from the left."""
+    return tl.where(index < inner - start, start + index, whole + index - (inner - start))

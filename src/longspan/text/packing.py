@@ -29,7 +29,7 @@ class TextBatch(NamedTuple):
     tokens: Tensor  # (batch, time) int64
     targets: Tensor  # (batch, time) int64, 0 where the mask is False
     mask: Tensor  # (batch, time) bool, the positions that count
-    documents: Tensor | None  # (batch, time) int64 ids, or None where documents see each other
+    documents: Tensor | None  # (batch, time) int32 ids, or None where documents see each other
 
     def to(self, device: torch.device | str) -> "TextBatch":
         return self._each(lambda part: part.to(device, non_blocking=True))
@@ -53,7 +53,7 @@ def window(stream: TokenStream, start: int, context: int, separate: bool = True)
     ids = stream.read(start, start + context + 1)
     numbers = stream.document_numbers(start, start + context + 1)
     mask = numbers[1:] == numbers[:-1]
-    documents = (numbers[:-1] - numbers[0])[None] if separate else None
+    documents = (numbers[:-1] - numbers[0]).int()[None] if separate else None
     return TextBatch(ids[None, :-1], (ids[1:] * mask)[None], mask[None], documents)
 
 

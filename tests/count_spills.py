@@ -1,0 +1,56 @@
+"""Bytes that a thread of each long-row kernel spills as it is launched: `python count_spills.py`, without a GPU.
+
+The assembler's own count. What does not fit the registers goes through memory, and a kernel that spills kilobytes is
+several times slower while every result is right.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from compile_kernels import HOPPER, KERNELS, aligned, signature_of
+from triton.compiler import ASTSource
+
+from longspan.kernels.ops import Launch, blocks_of
+
+MASKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "documents": {"SLOPES": True, "DOCUMENTS": True},
+    "lengths": {"LENGTHS": True, "MASK_ALL": True},
+}
+
+
+def spilled(name: str, options: dict[str, Any], launch: Launch) -> int:
+    kernel = KERNELS[name][0]
+    types, fixed = signature_of(kernel, options | {"PART": launch.part})
+    source = ASTSource(kernel, types, fixed, aligned(kernel, types))
+    ptx = triton.compile(source, target=HOPPER, options=launch.options()).asm["ptx"]
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    limit = [] if launch.registers is None else [f"--maxrregcount={launch.registers}"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [str(assembler), "-v", "-arch=sm_90a", str(path), "-o", str(Path(folder) / "out"), *limit]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.search(r"(\d+) bytes spill stores", told)
+    assert found, told
+    return int(found[1])
+
+
+def main() -> None:
+    for dim in (64, 128):
+        q = torch.empty(1, 1, 1, dim, dtype=torch.bfloat16)
+        blocks = blocks_of(q, q)
+        sizes = {"M": blocks.rows, "N": blocks.keys, "KEYS": blocks.keys_at_once, "BLOCK_D": dim, "BLOCK_DV": dim}
+        for masks, options in MASKS.items():
+            for name in ("survey", "solve", "output", "query", "key"):
+                launch = getattr(blocks, name)
+                print(spilled(name, sizes | options | {"COLLECTED": False}, launch), name, dim, masks, flush=True)
+
+
+if __name__ == "__main__":
+    main()
