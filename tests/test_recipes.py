@@ -44,7 +44,8 @@ def test_every_recipe_builds_and_its_smoke_edit_too() -> None:
             assert each.model.vocabulary == get_task(task, **each.task_options).vocabulary
             assert from_json(RunConfig, to_json(each)) == each
         assert smoke(config).name == f"{name}/smoke"
-        assert (config.optimizer.name == "muon") == (author == "longspan")
+        assert (config.optimizer.name == "muon") == (author == "longspan" and task != "sort")
+        assert config.training_options == ({"few": 0.5} if name.startswith("longspan/sort/") else {})
 
 
 # The paper's table "Task details and hyperparameters"; the steps are its samples / 128.
@@ -85,7 +86,7 @@ OURS = AttentionConfig(delta=0.0, initial_beta=0.25, initial_gamma=1.0, qk_norm=
     ("name", "attention"),
     [
         ("paper/copy/nape/asentmax", AttentionConfig(initial_beta=None)),
-        ("longspan/sort/nape/asentmax", OURS),
+        ("longspan/sort/nape/asentmax", AttentionConfig(initial_beta=None, slope_factor=16.0)),
         ("longspan/copy/nape/asentmax", replace(OURS, qk_noise=0.5, qk_noise_on="all")),
         ("longspan/reverse/nape/asentmax", replace(OURS, qk_noise=1.0, qk_noise_on="all")),
         (

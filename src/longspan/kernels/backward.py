@@ -144,11 +144,15 @@ def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, count, List, Maximum, Hei
             block = tl.load(List + block).to(tl.int32)
         first = block * M + index % (M // PART) * PART
         rows = first + tl.arange(0, PART)
-        q = load_tile(Q, first, q_t, q_d, TQ, D, PART, BLOCK_D)
-        d_o = load_tile(dO, first, o_t, o_d, TQ, DV, PART, BLOCK_DV)
-        maximum = tl.load(Maximum + rows, mask=rows < TQ, other=1e30)
-        height = tl.load(Height + rows, mask=rows < TQ, other=0.0)
-        delta = tl.load(Delta + rows, mask=rows < TQ, other=0.0)
+        WHOLE: tl.constexpr = KIND != 0 and not MASKED  # softmax's last block may have rows beyond the end
+        q = load_tile(Q, first, q_t, q_d, TQ, D, PART, BLOCK_D, WHOLE=WHOLE)
+        d_o = load_tile(dO, first, o_t, o_d, TQ, DV, PART, BLOCK_DV, WHOLE=WHOLE)
+        if WHOLE:
+            maximum, height, delta = tl.load(Maximum + rows), tl.load(Height + rows), tl.load(Delta + rows)
+        else:
+            maximum = tl.load(Maximum + rows, mask=rows < TQ, other=1e30)
+            height = tl.load(Height + rows, mask=rows < TQ, other=0.0)
+            delta = tl.load(Delta + rows, mask=rows < TQ, other=0.0)
         product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         d_p = tl.dot(v, tl.trans(d_o), input_precision=PRECISION)
         positions = rows + TK - TQ

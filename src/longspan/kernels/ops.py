@@ -79,7 +79,7 @@ class _Outputs(NamedTuple):
     entropy: Tensor
     tiles: Tensor  # the live tiles of every block of queries, and how many of them are masked and are in all
     counts: Tensor
-    live: Tensor  # the same as a map, keys first: 0 is dead, 2 alive under a mask
+    live: Tensor  # the same as a map, keys first: 0 is dead, 2 alive with some of it masked or beyond the end
     top: Tensor  # the maximum, for statistics where `maximum` and `height` are those of the smallest survivor
 
 

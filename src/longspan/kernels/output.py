@@ -20,7 +20,7 @@ from longspan.kernels.tiles import (
 
 
 @triton.jit
-def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, positions, own, maximum, height,
+def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, mark, positions, own, maximum, height,
            out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, end, Documents, TK, D, DV,
            KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
            PRECISION: tl.constexpr, MEAN: tl.constexpr, MAP: tl.constexpr, STATS: tl.constexpr, MASKED: tl.constexpr,
@@ -51,7 +51,7 @@ def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, positi
             mean = accumulated(narrow, v, mean, PRECISION)
         if MAP:
             live = tl.max(tile_gain, 0) > 0
-            tl.store(Live + tl.cast(tile, tl.int64) * live_t, tl.full([], 1 + MASKED, tl.int8), mask=live)
+            tl.store(Live + tl.cast(tile, tl.int64) * live_t, tl.cast(mark, tl.int8), mask=live)
         if STATS:
             support += tl.sum(tl.where(u > 0, 1.0, 0.0), 1)
             entropy -= tl.sum(p * tl.log(tl.maximum(p, 1e-37)), 1)
@@ -83,6 +83,7 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Bound, Support, Entropy, Li
     if DOCUMENTS:
         Documents += batch * TK
     limit = end if LENGTHS or not CAUSAL else None
+    mark = tl.where(first + M > TQ, 2, 1)  # the last block may have rows beyond the end
     Live += pair.to(tl.int64) * NK * NQ + block
     own = ids_of(Documents, positions, TK, DOCUMENTS)
     List, masked, count = live_tiles_of(List, Counts, pair, block, NQ, NK)
@@ -101,12 +102,12 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Bound, Support, Entropy, Li
         support = tl.zeros([M], tl.float32)
         entropy = tl.zeros([M], tl.float32)
         out, mean, mass, gain_mass, support, entropy = _tiles(
-            q, K, V, k_t, k_d, v_t, v_d, 0, masked, List, Live, NQ, positions, own, maximum, height,
+            q, K, V, k_t, k_d, v_t, v_d, 0, masked, List, Live, NQ, 2, positions, own, maximum, height,
             out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, limit, Documents, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MEAN, MAP, STATS, True,
             N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
         out, mean, mass, gain_mass, support, entropy = _tiles(
-            q, K, V, k_t, k_d, v_t, v_d, masked, count, List, Live, NQ, positions, own, maximum, height,
+            q, K, V, k_t, k_d, v_t, v_d, masked, count, List, Live, NQ, mark, positions, own, maximum, height,
             out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, limit, Documents, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MEAN, MAP, STATS, False,
             N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip

@@ -23,7 +23,7 @@ model of the tail whenever the threshold rises, and leaves the height at which t
 import triton
 import triton.language as tl
 
-from longspan.kernels.solver import gains, joined_norm, thinned, thinned_to_1
+from longspan.kernels.solver import gains, joined_norm, quotient, thinned, thinned_to_1
 from longspan.kernels.tiles import (
     SIZES,
     block_of_queries,
@@ -37,8 +37,8 @@ from longspan.kernels.tiles import (
 
 
 @triton.jit
-def _survey_tile(product, tile, positions, own, valid, maximum, height, line, slope_of_line, mass, gain_mass, count,
-                 List, a, r, scale, slope, end, Documents, TK,
+def _survey_tile(product, tile, positions, own, valid, maximum, height, line, slope_of_line, mass, gain_mass, fallen,
+                 count, List, a, r, scale, slope, end, Documents, TK,
                  KIND: tl.constexpr, GUESS: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
                  SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, N: tl.constexpr):  # fmt: skip
     keys = tile * N + tl.arange(0, N)
@@ -58,8 +58,7 @@ def _survey_tile(product, tile, positions, own, valid, maximum, height, line, sl
         lower = tl.minimum(height + (risen - maximum), 1.0)
         rise = (risen - maximum) - (lower - height)
         line = tl.maximum(line - slope_of_line * rise, 0.0)
-        if GUESS:
-            mass, gain_mass = thinned(mass, gain_mass, rise)
+        fallen += rise
         maximum, height = risen, lower
         unit = 1.0 if SLOPES or MASKED else a * scale
         for step in tl.static_range(STEPS):
@@ -67,16 +66,16 @@ def _survey_tile(product, tile, positions, own, valid, maximum, height, line, sl
             gain = gains(u, r, KIND)
             tile_mass, tile_gain = tl.sum(gain * u, 1), tl.sum(gain, 1)
             norm, steepness = joined_norm(line, slope_of_line, tile_mass, tile_gain, r, KIND)
-            fall = tl.maximum((norm - 1.0) / steepness, 0.0)
+            fall = tl.maximum(quotient(norm - 1.0, steepness), 0.0)
             height -= fall
             if step < STEPS - 1:
                 line = tl.maximum(line - slope_of_line * fall, 0.0)
+                fallen += fall
             elif GUESS:
-                mass, gain_mass = mass + tile_mass, gain_mass + tile_gain
-            if GUESS:
-                mass, gain_mass = thinned(mass, gain_mass, fall)
+                mass, gain_mass = thinned(mass, gain_mass, fallen)
+                mass, gain_mass, fallen = mass + tile_mass, gain_mass + tile_gain, fall
         line, slope_of_line = tl.minimum(norm, 1.0), steepness
-    return maximum, height, line, slope_of_line, mass, gain_mass, count
+    return maximum, height, line, slope_of_line, mass, gain_mass, fallen, count
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -108,16 +107,17 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
     height = tl.full([M], 1.0, tl.float32)
     line = tl.zeros([M], tl.float32)
     slope_of_line = tl.zeros([M], tl.float32)
-    mass, gain_mass = line, line
+    mass, gain_mass, fallen = line, line, line  # the sums of the guess, and how far the threshold has risen since
     count = 0
     edges = inner - start + stop - whole
     for index in range(edges):
         tile = masked_tile(edges - 1 - index, start, inner, whole)
         k = load_tile(K, tile * N, k_t, k_d, TK, D, N, BLOCK_D)
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        maximum, height, line, slope_of_line, mass, gain_mass, count = _survey_tile(
-            product, tile, positions, own, valid, maximum, height, line, slope_of_line, mass, gain_mass, count, List,
-            a, r, scale, slope, limit, Documents, TK, KIND, GUESS, 2, CAUSAL, SLOPES, DOCUMENTS, True, N)  # fmt: skip
+        maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _survey_tile(
+            product, tile, positions, own, valid, maximum, height, line, slope_of_line, mass, gain_mass, fallen, count,
+            List, a, r, scale, slope, limit, Documents, TK, KIND, GUESS, 2, CAUSAL, SLOPES, DOCUMENTS, True,
+            N)  # fmt: skip
     masked = count
     if SLOPES and CAUSAL and not MASK_ALL:
         # scale |q| |k| - slope distance is under the threshold beyond this distance, for every row.
@@ -132,9 +132,10 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
         tile = whole - 1 - index
         k = load_tile(K, tile * N, k_t, k_d, TK, D, N, BLOCK_D, WHOLE=True)
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        maximum, height, line, slope_of_line, mass, gain_mass, count = _survey_tile(
-            product, tile, positions, own, valid, maximum, height, line, slope_of_line, mass, gain_mass, count, List,
-            a, r, scale, slope, limit, Documents, TK, KIND, GUESS, 1, CAUSAL, SLOPES, DOCUMENTS, False, N)  # fmt: skip
+        maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _survey_tile(
+            product, tile, positions, own, valid, maximum, height, line, slope_of_line, mass, gain_mass, fallen, count,
+            List, a, r, scale, slope, limit, Documents, TK, KIND, GUESS, 1, CAUSAL, SLOPES, DOCUMENTS, False,
+            N)  # fmt: skip
 
     sees = maximum > -1e30
     line_place = pair.to(tl.int64) * TQ + rows
@@ -143,6 +144,7 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
     tl.store(Bound + line_place, tl.where(sees, height, 0.0), mask=valid)
     hint = slope_of_line
     if GUESS:
+        mass, gain_mass = thinned(mass, gain_mass, fallen)
         fall = tl.minimum(tl.maximum(thinned_to_1(mass, gain_mass), 0.0), 0.9 * height)
         hint = tl.where(sees, height - fall, 0.0)
     tl.store(Hint + line_place, hint, mask=valid)
