@@ -131,14 +131,14 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Residue, Maximum, Height, List, C
 
 
 @triton.jit
-def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, count, List, Maximum, Height, Delta, Residue,
+def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, unseen, count, List, Maximum, Height, Delta, Residue,
                keys, theirs, d_k, d_v,
                a, r, scale, slope, end, Documents, TQ, TK, D, DV,
                KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
                PRECISION: tl.constexpr, REFINE: tl.constexpr, MASKED: tl.constexpr,
                M: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     unit = 1.0 if KIND == 0 else a
-    for index in range(begin * (M // PART), count * (M // PART)):
+    for index in range(begin * (M // PART) + unseen, count * (M // PART)):
         block = index // (M // PART)
         if KIND != 0:
             block = tl.load(List + block).to(tl.int32)
@@ -208,17 +208,24 @@ def key_kernel(Q, K, V, dO, dK, dV, Delta, Residue, Maximum, Height, List, Count
         else:
             masked, count = tl.load(Counts + place * 2), tl.load(Counts + place * 2 + 1)
             Tiles = List + place * NQ
+        unseen = 0
+        if CAUSAL:
+            # Parts of the first block that lie before the first key: where a tile is taken in halves, the second half
+            # of the diagonal one has some.
+            block = begin if KIND == 0 else tl.load(Tiles).to(tl.int32)  # of an empty list anything, for nothing
+            unseen = tl.maximum(first - (block * M + TK - TQ), 0) // PART
+            unseen = tl.minimum(unseen, tl.minimum(masked - begin, 1) * (M // PART))
         offset = (batch * H + head) * TQ
         Refined = Residue + offset if REFINE else Residue
         d_k, d_v = _key_tiles(
-            k, v, Q + batch * q_b + head * q_h, dO + batch * o_b + head * o_h, q_t, q_d, o_t, o_d, begin, masked,
-            Tiles, Maximum + offset, Height + offset, Delta + offset, Refined, keys, theirs, d_k, d_v,
-            a, r, scale, slope, limit, Documents, TQ, TK, D, DV,
+            k, v, Q + batch * q_b + head * q_h, dO + batch * o_b + head * o_h, q_t, q_d, o_t, o_d,
+            begin, unseen, masked, Tiles, Maximum + offset, Height + offset, Delta + offset, Refined, keys, theirs,
+            d_k, d_v, a, r, scale, slope, limit, Documents, TQ, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, True, M, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
         d_k, d_v = _key_tiles(
-            k, v, Q + batch * q_b + head * q_h, dO + batch * o_b + head * o_h, q_t, q_d, o_t, o_d, masked, count,
-            Tiles, Maximum + offset, Height + offset, Delta + offset, Refined, keys, theirs, d_k, d_v,
-            a, r, scale, slope, limit, Documents, TQ, TK, D, DV,
+            k, v, Q + batch * q_b + head * q_h, dO + batch * o_b + head * o_h, q_t, q_d, o_t, o_d,
+            masked, 0, count, Tiles, Maximum + offset, Height + offset, Delta + offset, Refined, keys, theirs,
+            d_k, d_v, a, r, scale, slope, limit, Documents, TQ, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, False, M, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     store_tile(dK + batch * dk_b + kv_head * dk_h, d_k * scale, first, dk_t, dk_d, TK, D, KEYS, BLOCK_D)
     store_tile(dV + batch * dv_b + kv_head * dv_h, d_v, first, dv_t, dv_d, TK, DV, KEYS, BLOCK_DV)
