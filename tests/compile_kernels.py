@@ -64,8 +64,9 @@ PLAIN: dict[str, Any] = {
     "DOCUMENTS": False, "MASK_ALL": False, "PRECISION": "tf32", "MEAN": True, "GRAD": True, "MAP": True, "STATS": False,
     "M": 32, "N": 32, "PART": 32, "KEYS": 32, "CHUNK": 256, "BLOCK_D": 32, "BLOCK_DV": 32,
     "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 16, "PROBES": 4,
-    "TOGETHER": 2, "COLLECTED": True, "REFINE": False, "CAP": 64, "DEFER": True, "SHARES": 4, "GATHER": 16, "PARTS": 16,
-    "STAGES": 3, "AVERAGE": False, "AFTER": True, "BEFORE": True, "KEEP": True, "ADD": True, "BLOCK": 256,
+    "TOGETHER": 2, "EARLY": True, "COLLECTED": True, "REFINE": False, "CAP": 64, "DEFER": True, "SHARES": 4,
+    "GATHER": 16, "PARTS": 16, "STAGES": 3, "AVERAGE": False, "AFTER": True, "BEFORE": True, "KEEP": True,
+    "ADD": True, "BLOCK": 256,
 }  # fmt: skip
 SPARSE: dict[str, dict[str, Any]] = {
     "slopes": {"SLOPES": True},

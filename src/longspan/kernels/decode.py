@@ -17,11 +17,26 @@ and programs share out the pages that there are, not those there is room for.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longspan.kernels.tiles import end_of, load_tile, scores_of
 
 # Arguments a kernel is not compiled anew for, however they divide.
 DECODE_SIZES = ["HK", "GROUP", "TQ", "TK", "ROWS", "NP", "NB", "SPLITS"]
+
+
+@triton.jit
+def ending(EARLY: tl.constexpr):
+    """Says that the next kernel's programs may take the places of this one's (programmatic dependent launch)."""
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def beginning(EARLY: tl.constexpr):
+    """Waits for what the kernel before has written."""
+    if EARLY:
+        gdc_wait()
 
 
 @triton.jit
@@ -185,7 +200,8 @@ def score_kernel(Q, K, Scores, Tops, Pages, Arrivals, Slopes, Scales, Lengths, S
                  HK, GROUP, TQ, TK, ROWS, D, NP, NB, SPLITS,
                  SLOPES: tl.constexpr, SCALES: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr,
                  PAGED: tl.constexpr, NORMS: tl.constexpr, BOXES: tl.constexpr, PRECISION: tl.constexpr,
-                 TOGETHER: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                 TOGETHER: tl.constexpr, EARLY: tl.constexpr,
+                 M: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Of a run of pages the highest score of every row and page, and the scores that can be survivors'.
 
     Programs of all key heads are in turn, so that those of windows, which end at once, leave their places to others;
@@ -257,3 +273,4 @@ def score_kernel(Q, K, Scores, Tops, Pages, Arrivals, Slopes, Scales, Lengths, S
         own = (keys < stop * 64)[None, :] if TOGETHER > 1 else True
         tl.store(Scores + keys[None, :], z, mask=(valid & (top >= highest - reach))[:, None] & own)
         tl.store(Tops + pages[None, :], tops, mask=valid[:, None] & (pages < stop)[None, :])
+    ending(EARLY)

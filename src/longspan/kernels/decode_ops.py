@@ -33,6 +33,7 @@ class Launch(NamedTuple):
 # Of scores: as many programs as can run at once, or if their runs of pages are too long for them to end together, more.
 SCORE = Launch(4, 4, 3)
 LONGEST_RUN = 64  # pages
+EARLY = False  # whether the programs of a stage may take their places while the last of the one before still run
 TOGETHER = 1  # pages of a tile of scores; 2, where pages follow each other, for half as many meetings of threads
 ROW = Launch(1, 8, 4)
 MOST_SHARES = 8  # programs of one row
@@ -182,6 +183,10 @@ def _step_of(q: Tensor, k: Tensor, v: Tensor, cache: list[Tensor | None], alpha:
     )  # fmt: skip
 
 
+def _launched() -> dict[str, Any]:
+    return {"launch_pdl": True} if EARLY else {}
+
+
 def _precision(q: Tensor) -> str:
     return "ieee" if q.dtype == torch.float32 else "tf32"
 
@@ -224,7 +229,7 @@ def _score(
         q, k, step.scores, step.made.tops, step.lists, step.arrivals, slopes, scales, step.lengths, step.starts, table,
         norms, bounds, floors, unit, scale, step.reach, *q.stride(), *k.stride(), *norm_strides, step.table_stride,
         *sizes, blocks, splits, NORMS=norms is not None, BOXES=low is not None, CHUNK=64,
-        TOGETHER=1 if scattered else TOGETHER, num_warps=SCORE.warps, num_stages=stages, **options,
+        TOGETHER=1 if scattered else TOGETHER, EARLY=EARLY, num_warps=SCORE.warps, num_stages=stages, **options,
     )  # fmt: skip
 
 
@@ -240,7 +245,7 @@ def _rows(step: _Step, v: Tensor, most: int, many: Tensor | None) -> None:
         KIND=step.kind, CONVEX=alpha <= 2, STATS=step.stats, DEFER=many is not None,
         SHARES=shares, CHUNK=min(MOST_HELD, max(64, triton.next_power_of_2(shape.pages))), AT_ONCE=PAGES_HELD,
         GATHER=GATHERED // (padded(width) * v.element_size()), BLOCK_DV=padded(width), num_warps=row_warps(shape.pages),
-        STAGES=ROW.stages, **step.there(),
+        STAGES=ROW.stages, EARLY=EARLY, **_launched(), **step.there(),
     )  # fmt: skip
 
 
@@ -255,7 +260,8 @@ def _values(step: _Step, v: Tensor, many: Tensor) -> None:
         shape.kv_heads, step.time, shape.rows, width, shape.pages, splits,
         KIND=step.kind, PRECISION=_precision(v), STATS=step.stats, M=shape.tile, CHUNK=64,
         PARTS=triton.next_power_of_2(splits), BLOCK_DV=padded(width),
-        num_warps=VALUE.warps * (1 + (shape.tile > 32)), num_stages=VALUE.stages, **step.there(),
+        num_warps=VALUE.warps * (1 + (shape.tile > 32)), num_stages=VALUE.stages, EARLY=EARLY,
+        **_launched(), **step.there(),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import os
 import triton
 import triton.language as tl
 
-from longspan.kernels.decode import DECODE_SIZES, append, pages_of
+from longspan.kernels.decode import DECODE_SIZES, append, beginning, ending, pages_of
 from longspan.kernels.solver import curved_fall, gains, inside, joined_norm, secant_step, weights_and_gains
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -166,7 +166,7 @@ def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, 
                KIND: tl.constexpr, CONVEX: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr,
                PAGED: tl.constexpr, STATS: tl.constexpr, DEFER: tl.constexpr,
                SHARES: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, GATHER: tl.constexpr,
-               STAGES: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+               STAGES: tl.constexpr, EARLY: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The maximum of a row, the height of its threshold below it (softmax: the largest weight), and its output.
 
     DEFER: a row with more than MOST survivors is marked in `Many` and left to the third stage; so are all of softmax.
@@ -177,6 +177,7 @@ def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, 
     batch, kv_head = pair // HK, pair % HK
     _end, _start, first, stop = pages_of(batch, Lengths, Starts, TK, LENGTHS, STARTS)
     Tops += line * NP
+    beginning(EARLY)
     tops, pages = _tops(Tops, first, stop, CHUNK)
     top = tl.max(tops, 0)
     for block in range(first + CHUNK, stop, CHUNK):
@@ -222,6 +223,7 @@ def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, 
             tl.store(Entropy + line, tl.where(mass > 0, entropy * weight - tl.log(weight), 0.0))
         if DEFER:
             tl.store(Many + line, many.to(tl.int32))
+    ending(EARLY)
     if many:
         return
     tl.debug_barrier()

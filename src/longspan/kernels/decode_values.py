@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from longspan.kernels.decode import DECODE_SIZES, append, page_base, pages_of, share
+from longspan.kernels.decode import DECODE_SIZES, append, beginning, page_base, pages_of, share
 from longspan.kernels.solver import weights_and_gains
 
 
@@ -37,7 +37,8 @@ def value_kernel(V, Scores, Tops, Pages, Maximum, Height, Support, Entropy, Part
                  Lengths, Starts, Table, r, reach, v_b, v_h, v_t, v_d, t_b, HK, TK, ROWS, DV, NP, SPLITS,
                  KIND: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr, PAGED: tl.constexpr,
                  PRECISION: tl.constexpr, STATS: tl.constexpr,
-                 M: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+                 M: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+                 BLOCK_DV: tl.constexpr):  # fmt: skip
     """Of a run of pages the sum of weights times values, and of the weights; the last program of a tile adds them up.
 
     Only of rows that the second stage left over; a tile without any is done.
@@ -48,6 +49,7 @@ def value_kernel(V, Scores, Tops, Pages, Maximum, Height, Support, Entropy, Part
     line = pair * ROWS + rows
     _end, _start, first, stop = pages_of(batch, Lengths, Starts, TK, LENGTHS, STARTS)
     begin, stop = share(split, SPLITS, first, stop)
+    beginning(EARLY)
     wanted_row = tl.load(Many + line, mask=rows < ROWS, other=0) > 0
     if tl.max(wanted_row.to(tl.int32), 0) == 0:
         return
