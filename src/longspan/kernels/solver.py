@@ -200,22 +200,33 @@ def curved_fall(mass, gain, support, aim):
 
 
 @triton.jit
-def thinned(mass, gain, rise):
-    """What is left of ``sum u^2`` and ``sum u`` when the threshold has risen, by a guess: ``mass (1 - x/5)^5``.
+def _power(mass, gain, height):
+    """The q of the guess that ``sum u^2`` is ``mass (1 - x/w)^q`` when the threshold has risen by x, ``w = q mass / (2
+    gain)`` by its slope now.
 
-    Between ties, whose power is 2, and an exponential tail, where it is infinite; of Gaussian scores it is about 5. Two
-    rises one after the other leave what their sum does.
+    Were the highest score, `height` above the threshold, where the mass ends, w would be the height: 2 for ties. It
+    ends beyond it; half as much again above 2 fits noise and structure alike.
     """
-    left = tl.maximum(1.0 - quotient(0.4 * rise * gain, tl.maximum(mass, 1e-20)), 0.0)
-    fourth = left * left * left * left
-    return mass * fourth * left, gain * fourth
+    q = quotient(2.0 * gain * height, tl.maximum(mass, 1e-20))
+    return tl.minimum(tl.maximum(2.0 + 1.5 * (q - 2.0), 2.0), 10.0)
 
 
 @triton.jit
-def thinned_to_1(mass, gain):
-    """How far the threshold rises, by the same guess, for ``sum u^2`` to be 1."""
-    fifth_root = tl.exp2(0.2 * tl.log2(tl.maximum(mass, 1e-20)))
-    return 2.5 * mass / tl.maximum(gain, 1e-20) * (1.0 - 1.0 / fifth_root)
+def thinned(mass, gain, height, rise):
+    """What is left of ``sum u^2`` and ``sum u`` when the threshold has risen from `height` below the highest score, by
+    that guess. Two rises one after the other leave what their sum does, if the highest score stays."""
+    q = _power(mass, gain, height)
+    left = tl.maximum(1.0 - quotient(2.0 * rise * gain, tl.maximum(q * mass, 1e-20)), 1e-20)
+    less = tl.exp2((q - 1.0) * tl.log2(left))
+    return mass * less * left, gain * less
+
+
+@triton.jit
+def thinned_to_1(mass, gain, height):
+    """How far the threshold rises, by the same guess, for ``sum u^2`` to be 1; from no more than 2, as a bound is."""
+    q = _power(mass, gain, height)
+    root = tl.exp2(quotient(tl.log2(tl.minimum(tl.maximum(mass, 1e-20), 2.0)), q))
+    return 0.5 * q * quotient(mass, tl.maximum(gain, 1e-20)) * (1.0 - quotient(1.0, root))
 
 
 @triton.jit

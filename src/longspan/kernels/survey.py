@@ -17,7 +17,7 @@ Newton's method on the norm is exact for ties, where on the sum it would take ma
 whole power R >= r, without transcendental functions: its threshold is then a lower bound too, see `survey_power`.
 
 A bound is no guess. At alpha 1.5 the survey also carries what sum u^2 and sum u should be by now, thinned out by a
-model of the tail whenever the threshold rises, and leaves the height at which the former should be 1.
+model of the tail as the threshold rises, and leaves the height at which the former should be 1.
 """
 
 import triton
@@ -37,9 +37,17 @@ from longspan.kernels.tiles import (
 
 
 @triton.jit
+def _sums_above(z, unit, maximum, height, r, KIND: tl.constexpr):
+    """The sums of u^r and u^(r-1) over the scores above the threshold."""
+    u = tl.maximum(z * unit - maximum[:, None] + height[:, None], 0.0)
+    gain = gains(u, r, KIND)
+    return tl.sum(gain * u, 1), tl.sum(gain, 1)
+
+
+@triton.jit
 def _survey_tile(product, tile, positions, own, valid, maximum, height, line, slope_of_line, mass, gain_mass, fallen,
-                 count, List, a, r, scale, slope, end, Documents, TK,
-                 KIND: tl.constexpr, GUESS: tl.constexpr, STEPS: tl.constexpr, CAUSAL: tl.constexpr,
+                 count, masked, List, a, r, scale, slope, end, Documents, TK,
+                 KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr,
                  SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, N: tl.constexpr):  # fmt: skip
     keys = tile * N + tl.arange(0, N)
     if SLOPES or MASKED:
@@ -58,22 +66,29 @@ def _survey_tile(product, tile, positions, own, valid, maximum, height, line, sl
         lower = tl.minimum(height + (risen - maximum), 1.0)
         rise = (risen - maximum) - (lower - height)
         line = tl.maximum(line - slope_of_line * rise, 0.0)
+        reach = height + fallen
         fallen += rise
         maximum, height = risen, lower
         unit = 1.0 if SLOPES or MASKED else a * scale
-        for step in tl.static_range(STEPS):
-            u = tl.maximum(z * unit - maximum[:, None] + height[:, None], 0.0)
-            gain = gains(u, r, KIND)
-            tile_mass, tile_gain = tl.sum(gain * u, 1), tl.sum(gain, 1)
-            norm, steepness = joined_norm(line, slope_of_line, tile_mass, tile_gain, r, KIND)
+        tile_mass, tile_gain = _sums_above(z, unit, maximum, height, r, KIND)
+        norm, steepness = joined_norm(line, slope_of_line, tile_mass, tile_gain, r, KIND)
+        # Two steps where one is too long to guess over: for the first keys of a row, and for the first tile without a
+        # mask if that is where a row that saw few meets many alike.
+        again = MASKED
+        if not MASKED and count == masked + 1:
+            again = tl.max(norm, 0) > 4.0
+        if again:
             fall = tl.maximum(quotient(norm - 1.0, steepness), 0.0)
             height -= fall
-            if step < STEPS - 1:
-                line = tl.maximum(line - slope_of_line * fall, 0.0)
-                fallen += fall
-            elif GUESS:
-                mass, gain_mass = thinned(mass, gain_mass, fallen)
-                mass, gain_mass, fallen = mass + tile_mass, gain_mass + tile_gain, fall
+            fallen += fall
+            line = tl.maximum(line - slope_of_line * fall, 0.0)
+            tile_mass, tile_gain = _sums_above(z, unit, maximum, height, r, KIND)
+            norm, steepness = joined_norm(line, slope_of_line, tile_mass, tile_gain, r, KIND)
+        fall = tl.maximum(quotient(norm - 1.0, steepness), 0.0)
+        height -= fall
+        if GUESS:
+            mass, gain_mass = thinned(mass, gain_mass, reach, fallen)
+            mass, gain_mass, fallen = mass + tile_mass, gain_mass + tile_gain, fall
         line, slope_of_line = tl.minimum(norm, 1.0), steepness
     return maximum, height, line, slope_of_line, mass, gain_mass, fallen, count
 
@@ -116,7 +131,7 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _survey_tile(
             product, tile, positions, own, valid, maximum, height, line, slope_of_line, mass, gain_mass, fallen, count,
-            List, a, r, scale, slope, limit, Documents, TK, KIND, GUESS, 2, CAUSAL, SLOPES, DOCUMENTS, True,
+            0, List, a, r, scale, slope, limit, Documents, TK, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, True,
             N)  # fmt: skip
     masked = count
     if SLOPES and CAUSAL and not MASK_ALL:
@@ -134,7 +149,7 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _survey_tile(
             product, tile, positions, own, valid, maximum, height, line, slope_of_line, mass, gain_mass, fallen, count,
-            List, a, r, scale, slope, limit, Documents, TK, KIND, GUESS, 1, CAUSAL, SLOPES, DOCUMENTS, False,
+            masked, List, a, r, scale, slope, limit, Documents, TK, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, False,
             N)  # fmt: skip
 
     sees = maximum > -1e30
@@ -144,8 +159,8 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
     tl.store(Bound + line_place, tl.where(sees, height, 0.0), mask=valid)
     hint = slope_of_line
     if GUESS:
-        mass, gain_mass = thinned(mass, gain_mass, fallen)
-        fall = tl.minimum(tl.maximum(thinned_to_1(mass, gain_mass), 0.0), 0.9 * height)
+        mass, gain_mass = thinned(mass, gain_mass, height + fallen, fallen)
+        fall = tl.minimum(tl.maximum(thinned_to_1(mass, gain_mass, height), 0.0), 0.9 * height)
         hint = tl.where(sees, height - fall, 0.0)
     tl.store(Hint + line_place, hint, mask=valid)
     tl.store(Counts + place * 2, masked)
