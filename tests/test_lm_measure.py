@@ -131,7 +131,7 @@ def test_found_needles_are_counted_by_the_exact_string(corpus: Corpus, task: str
     tokenizer = corpus.tokenizer
     maker = NeedleMaker(task, tokenizer, essays=["The river sings. Old stones walk."], answer_tokens=12)
     made = maker.samples(600, 40)
-    known = {tuple(maker.ids(needle)): needle for needle in made}
+    known = {tuple(needle.ids): needle for needle in made}
 
     def answers(tokens: Tensor) -> Tensor:
         replies = [reply(known[tuple(prompt)]) for prompt in map(unpadded, tokens.tolist())]

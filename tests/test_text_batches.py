@@ -91,7 +91,8 @@ def essays(corpus: Corpus) -> list[str]:
 def test_a_needle_is_where_and_as_long_as_asked(corpus: Corpus, task: str, length: int, depth: float) -> None:
     maker = NeedleMaker(task, corpus.tokenizer, essays=essays(corpus), answer_tokens=32)
     needle = maker.make(length, depth, seed=5)
-    ids = maker.ids(needle)
+    ids = needle.ids.tolist()
+    assert ids == [corpus.tokenizer.begin, *corpus.tokenizer.encode(needle.prompt)]
     longest = max(len(corpus.tokenizer.encode(line)) for line in (NOISE, *sentences(essays(corpus))))
     assert length - 32 - longest - 2 <= len(ids) == needle.tokens <= length - 32
     if task == "s-niah-1":

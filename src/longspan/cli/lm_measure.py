@@ -1,5 +1,6 @@
 """`longspan lm perplexity`, `needle` and `generate`: what a trained language model does."""
 
+import functools
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -14,6 +15,7 @@ from longspan.results import append_rows, provenance
 if TYPE_CHECKING:
     from longspan.nn.llama import Llama
     from longspan.text.corpora import Corpus
+    from longspan.text.needles import Needle, NeedleMaker
     from longspan.train.lm import LanguageConfig
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", exists=True, file_okay=False)]
@@ -139,18 +141,13 @@ def needle(
 ) -> None:
     """Measure retrieval against length, by the exact string; rows go to RUN/results.jsonl."""
     from longspan.evaluate.needles import retrieval
-    from longspan.text.needles import NeedleMaker
 
     of = opened(run, corpus, rope_base, device)
-    texts = _essays(of.corpus, essays) if task == "s-niah-2" else []
-    maker = NeedleMaker(task, of.corpus.tokenizer, essays=texts, answer_tokens=answer_tokens)
+    maker = _maker(of.corpus.folder, essays, task, answer_tokens)
     shown = Table("length", f"{task}, %", "95 %", "by fifths of depth", "samples", "seconds", box=None)
     for length in lengths or _ladder(of.config.context):
         with console.status(f"length {length}"):
-            if depth is None:
-                made = maker.samples(length, samples, seed)
-            else:
-                made = [maker.make(length, depth, seed * 1_000_003 + number) for number in range(samples)]
+            made = _needles(maker, length, samples, depth, seed)
             found = retrieval(of.model, maker, made, of.config.precision)
         of.record(task, length, {"metric": "exact_string", "answer_tokens": answer_tokens, **found._asdict()})
         depths = " ".join("-" if value is None else f"{value:.0f}" for value in found.by_depth)
@@ -180,6 +177,25 @@ def generate(
 
 def _ladder(context: int) -> list[int]:
     return [context * times for times in (1, 2, 4, 8, 16)]
+
+
+@functools.lru_cache(maxsize=2)
+def _maker(corpus: Path, essays: Path | None, task: str, answer_tokens: int) -> "NeedleMaker":
+    """Made once where several models are measured in turn."""
+    from longspan.text.corpora import open_corpus
+    from longspan.text.needles import NeedleMaker
+
+    opened_corpus = open_corpus(corpus)
+    texts = _essays(opened_corpus, essays) if task == "s-niah-2" else []
+    return NeedleMaker(task, opened_corpus.tokenizer, essays=texts, answer_tokens=answer_tokens)
+
+
+@functools.lru_cache(maxsize=16)
+def _needles(maker: "NeedleMaker", length: int, samples: int, depth: float | None, seed: int) -> "list[Needle]":
+    """Likewise: at 16K tokens two hundred take as long to make as to answer."""
+    if depth is None:
+        return maker.samples(length, samples, seed)
+    return [maker.make(length, depth, seed * 1_000_003 + number) for number in range(samples)]
 
 
 def _essays(corpus: "Corpus", folder: Path | None) -> list[str]:

@@ -40,7 +40,7 @@ def retrieval(
     started = time.monotonic()
     right = [False] * len(needles)
     for numbers in batches_by_length([needle.tokens for needle in needles], _TOKENS.get(device.type, 1 << 14)):
-        prompts = [maker.ids(needles[number]) for number in numbers]
+        prompts = [needles[number].ids.tolist() for number in numbers]
         with torch.autocast(device.type, torch.bfloat16, enabled=half):
             said = continuations(model, prompts, maker.answer_tokens, stop=maker.tokenizer.end, device=device)
         for number, answer in zip(numbers, said, strict=True):

@@ -14,6 +14,7 @@ last; RULER spreads it over 40 evenly spaced ones. An answer is right when the n
 
 import random
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle, islice
@@ -68,7 +69,11 @@ class Needle:
     prompt: str
     answer: str
     depth: float
-    tokens: int  # of the prompt, the mark at the beginning included
+    ids: "array[int]"  # what the model reads, the mark at the beginning included
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
 
 
 def sentences(texts: Iterable[str]) -> Iterator[str]:
@@ -108,27 +113,24 @@ class NeedleMaker:
         value = str(draw.randrange(1_000_000, 10_000_000))
         first = draw.randrange(len(self._hay))  # essays begin at another sentence in every sample
         room = length - self.answer_tokens
-        least = self._count(self._prompt([], key, value, depth))
+        least = len(self._ids(self._prompt([], key, value, depth)))
         if least > room:
             raise CorpusError(
                 f"{length} tokens are too few: the question takes {least} and the answer {self.answer_tokens}"
             )
         # Sentences are counted alone first; where merges cross their borders the guess is put right by the whole.
         lines = self._guess(first, room - least)
-        while self._count(self._prompt(lines, key, value, depth)) > room:
+        while len(ids := self._ids(self._prompt(lines, key, value, depth))) > room:
             lines = lines[:-1]
-        while self._count(self._prompt(more := self._lines(first, len(lines) + 1), key, value, depth)) <= room:
-            lines = more
-        prompt = self._prompt(lines, key, value, depth)
-        return Needle(prompt, value, depth, self._count(prompt))
+        while (
+            len(wider := self._ids(self._prompt(more := self._lines(first, len(lines) + 1), key, value, depth))) <= room
+        ):
+            lines, ids = more, wider
+        return Needle(self._prompt(lines, key, value, depth), value, depth, array("i", ids))
 
     def samples(self, length: int, count: int, seed: int = 0) -> list[Needle]:
         """`count` samples of a length, their depths spread as RULER's."""
         return [self.make(length, DEPTHS[number % len(DEPTHS)], seed * 1_000_003 + number) for number in range(count)]
-
-    def ids(self, needle: Needle) -> list[int]:
-        """What the model reads."""
-        return [self.tokenizer.begin, *self.tokenizer.encode(needle.prompt)]
 
     def _lines(self, first: int, count: int) -> list[str]:
         return list(islice(cycle(self._hay), first, first + count))
@@ -142,8 +144,8 @@ class NeedleMaker:
         hay = [*lines[:place], _NEEDLE.format(key=key, value=value), *lines[place:]]
         return _BEFORE + self.separator.join(hay) + _AFTER.format(key=key)
 
-    def _count(self, prompt: str) -> int:
-        return 1 + len(self.tokenizer.encode(prompt))
+    def _ids(self, prompt: str) -> list[int]:
+        return [self.tokenizer.begin, *self.tokenizer.encode(prompt)]
 
 
 def is_right(answer: str, said: str) -> bool:

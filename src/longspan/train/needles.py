@@ -122,7 +122,7 @@ def save_tuned(folder: Path, model: Llama, config: LanguageConfig, step: int) ->
 
 
 def _with_answer(maker: NeedleMaker, needle: Needle) -> Lesson:
-    prompt = maker.ids(needle)
+    prompt = needle.ids.tolist()
     answer = maker.tokenizer.encode(f" {needle.answer}.")
     return Lesson([*prompt, *answer, maker.tokenizer.end], len(prompt))
 
