@@ -67,7 +67,7 @@ STEPS: dict[str, Step] = {
     "alpha_2.5": Step(alpha=2.5, room=200, logits=0.3),
     "wide_values": Step(dim=32, value_dim=200, room=200, content=uneven),
 }
-EVERYWHERE = ("noise", "uneven_heads", "lengths", "pages", "softmax")
+EVERYWHERE = ("noise", "uneven_heads", "lengths", "starts", "queries", "pages", "softmax")
 
 
 def cells() -> list[Any]:

@@ -55,7 +55,9 @@ class HalfTrainer(Trainer):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes this step by itself")
-@pytest.mark.parametrize("name", ["paper/2back/nape/softmax", "paper/copy/nape/asentmax", "longspan/sort/nape/ssmax"])
+@pytest.mark.parametrize(
+    "name", ["paper/2back/nape/softmax", "paper/copy/nape/asentmax", "longspan/reverse/nape/ssmax"]
+)
 def test_a_step_by_kernels_is_the_plain_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = losses(Trainer(small(name), "cpu"))
     served: list[str] = []

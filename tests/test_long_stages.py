@@ -149,3 +149,15 @@ def test_a_tile_within_one_document_needs_no_mask(device: torch.device) -> None:
     tiles = [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 7]  # of 128 keys that each block of 128 queries sees, all of them live
     assert made.counts[0, 0].tolist() == [[1, count] for count in tiles]
     assert (made.live == 2).sum() == len(tiles)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint64], ids=str
+)
+def test_ids_of_any_size_stay_apart(dtype: torch.dtype, device: torch.device) -> None:
+    ids = torch.tensor([[0, 1, 1, 0, 1]])
+    if dtype.itemsize == 8:
+        ids = ids * 2**32 + 5
+    small = ops._small_ids(ids.to(dtype).to(device))
+    assert small.dtype == torch.int32
+    assert torch.equal(small[0, :, None] == small[0], (ids[0, :, None] == ids[0]).to(device))

@@ -30,7 +30,7 @@ were not chosen, without `--chosen`), and `longspan table NAME --rows {folder} -
 - **Cells** are percent: mean over seeds ± standard deviation (best seed); one seed has its number alone. *published*
   are the paper's own numbers. The recipe *paper* is the paper's way of training, run by us; *longspan* is ours. They
   are never mixed. Both train on the paper's sources, with one exception: in our recipe for Sort half of the training
-  sources hold few symbols, many times each, at the paper's lengths.
+  sources are drawn from some of the symbols only, 1 to all of them, at the paper's lengths.
 - **Intervals** are 95 % and come from the number of samples (Wilson), not from the seeds.
 - **GPU minutes** are those of training one run; where several shared a GPU, its share.
 

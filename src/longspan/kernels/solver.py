@@ -217,7 +217,7 @@ def thinned(mass, gain, height, rise):
     that guess. Two rises one after the other leave what their sum does, if the highest score stays."""
     q = _power(mass, gain, height)
     left = tl.maximum(1.0 - quotient(2.0 * rise * gain, tl.maximum(q * mass, 1e-20)), 1e-20)
-    less = tl.exp2((q - 1.0) * tl.log2(left))
+    less = quick_power(left, q - 1.0)
     return mass * less * left, gain * less
 
 

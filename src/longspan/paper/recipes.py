@@ -160,7 +160,7 @@ def _paper(name: str, task: str, attention: AttentionConfig) -> RunConfig:
 
 
 def _our_sort(config: RunConfig) -> RunConfig:
-    """The paper's training for half as long, with steep slopes and many copies of few symbols; see LOG.md.
+    """The paper's training for half as long, steep slopes, half of the sources of some symbols only; see LOG.md.
 
     A model counts copies to know where a run of equal symbols ends, and 512 symbols repeat as often as 64 hardly ever
     do; nothing is to be found within a window.

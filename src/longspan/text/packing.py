@@ -40,8 +40,11 @@ class TextBatch(NamedTuple):
 
     def split(self, rows: int) -> list["TextBatch"]:
         """Batches of `rows` rows each."""
-        starts = range(0, len(self.tokens), rows)
-        return [self._each(lambda part, start=start: part[start : start + rows]) for start in starts]  # type: ignore[misc]
+
+        def rows_from(start: int) -> "TextBatch":
+            return self._each(lambda part: part[start : start + rows])
+
+        return [rows_from(start) for start in range(0, len(self.tokens), rows)]
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "TextBatch":
         documents = None if self.documents is None else change(self.documents)
