@@ -198,13 +198,16 @@ def aligned(kernel: Any, types: dict[str, str]) -> dict[tuple[int], Any]:
     return {(i,): [["tt.divisibility", 16]] for i in known}
 
 
+def compiled(kernel: Any, options: dict[str, Any], launch: dict[str, Any]) -> Any:
+    """A kernel for the constants in `options`, by the compiler's options in `launch`."""
+    types, fixed = signature_of(kernel, options)
+    return triton.compile(ASTSource(kernel, types, fixed, aligned(kernel, types)), target=HOPPER, options=launch)
+
+
 def main() -> None:
     for name, (kernel, variants) in KERNELS.items():
         for variant, options in variants.items():
-            types, fixed = signature_of(kernel, options)
-            source = ASTSource(kernel, types, fixed, aligned(kernel, types))
-            launch = {"num_warps": options.get("WARPS", 4), "maxnreg": options.get("REGISTERS")}
-            triton.compile(source, target=HOPPER, options=launch)
+            compiled(kernel, options, {"num_warps": options.get("WARPS", 4), "maxnreg": options.get("REGISTERS")})
             print(name, variant, flush=True)
 
 

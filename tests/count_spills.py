@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 import triton
-from compile_kernels import HOPPER, KERNELS, aligned, signature_of
-from triton.compiler import ASTSource
+from compile_kernels import KERNELS, compiled
 
 from longspan.kernels.ops import Launch, blocks_of
 
@@ -25,10 +24,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 def spilled(name: str, options: dict[str, Any], launch: Launch) -> int:
-    kernel = KERNELS[name][0]
-    types, fixed = signature_of(kernel, options | {"PART": launch.part})
-    source = ASTSource(kernel, types, fixed, aligned(kernel, types))
-    ptx = triton.compile(source, target=HOPPER, options=launch.options()).asm["ptx"]
+    ptx = compiled(KERNELS[name][0], options | {"PART": launch.part}, launch.options()).asm["ptx"]
     assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     limit = [] if launch.registers is None else [f"--maxrregcount={launch.registers}"]
     with tempfile.TemporaryDirectory() as folder:

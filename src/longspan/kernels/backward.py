@@ -23,6 +23,7 @@ from longspan.kernels.tiles import (
     load_tile,
     masked_tile,
     narrowed,
+    row_scores,
     scores_of,
     slope_of,
     store_tile,
@@ -49,9 +50,8 @@ def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, start, in
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         d_p = tl.dot(d_o, tl.trans(v), input_precision=PRECISION)
         keys = first + tl.arange(0, PART)
-        theirs = ids_of(Documents, keys, TK, DOCUMENTS and MASKED)
-        z = scores_of(product, keys[None, :], positions[:, None], unit * scale, unit * slope, end,
-                      theirs[None, :], own[:, None], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+        z = row_scores(product, keys, positions, own, unit * scale, unit * slope, end, Documents, TK,
+                       CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         _, gain = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND, PRECISION)
         gain = bounded(gain, KIND, k.dtype)
         d_s = gain * (d_p - delta[:, None])

@@ -29,7 +29,7 @@ from longspan.kernels.tiles import (
     keys_of,
     live_tiles_of,
     load_tile,
-    scores_of,
+    row_scores,
     surveyed,
 )
 
@@ -94,9 +94,8 @@ def _collect_tiles(q, K, k_t, k_d, begin, count, List, positions, own, maximum, 
         k = load_tile(K, following, k_t, k_d, TK, D, PART, BLOCK_D)
         if SLOPES or MASKED:
             keys = first + tl.arange(0, PART)
-            theirs = ids_of(Documents, keys, TK, DOCUMENTS and MASKED)
-            product = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end,
-                                theirs[None, :], own[:, None], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+            product = row_scores(product, keys, positions, own, a * scale, a * slope, end, Documents, TK,
+                                 CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         top = tl.max(product, 1)
         left = _above(top * unit, maximum, height) & (held <= CAP)
         going = tl.max(left.to(tl.int32), 0) > 0

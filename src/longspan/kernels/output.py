@@ -13,7 +13,7 @@ from longspan.kernels.tiles import (
     live_tiles_of,
     load_tile,
     narrowed,
-    scores_of,
+    row_scores,
     store_tile,
     surveyed,
 )
@@ -32,9 +32,8 @@ def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, mark, 
         v = load_tile(V, first, v_t, v_d, TK, DV, PART, BLOCK_DV, WHOLE=not MASKED)
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         keys = first + tl.arange(0, PART)
-        theirs = ids_of(Documents, keys, TK, DOCUMENTS and MASKED)
-        z = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end,
-                      theirs[None, :], own[:, None], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+        z = row_scores(product, keys, positions, own, a * scale, a * slope, end, Documents, TK,
+                       CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         u = tl.maximum(z - maximum[:, None] + height[:, None], 0.0)
         gain = gains(u, r, KIND)
         p = gain * u

@@ -23,6 +23,7 @@ from longspan.kernels.tiles import (
     like_tokens,
     load_tile,
     padded,
+    row_scores,
     scores_of,
     slope_of,
     store_tile,
@@ -57,9 +58,9 @@ def _forward(Q, K, V, O, Maximum, Height, Slopes, Scales, Lengths, Documents, a,
     positions = rows + TK - TQ
     if DOCUMENTS:
         Documents += batch * TK
-    theirs, fellows = ids_of(Documents, keys, TK, DOCUMENTS), ids_of(Documents, positions, TK, DOCUMENTS)
-    z = scores_of(product, keys[None, :], positions[:, None], unit * scale, unit * slope, limit,
-                  theirs[None, :], fellows[:, None], CAUSAL, SLOPES, DOCUMENTS)  # fmt: skip
+    fellows = ids_of(Documents, positions, TK, DOCUMENTS)
+    z = row_scores(product, keys, positions, fellows, unit * scale, unit * slope, limit, Documents, TK,
+                   CAUSAL, SLOPES, DOCUMENTS)  # fmt: skip
     maximum = row_maximum(z)
     height = heights(z - maximum[:, None], r, KIND, PRECISION)
     p, _ = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND, PRECISION)

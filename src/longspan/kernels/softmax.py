@@ -13,7 +13,7 @@ from longspan.kernels.tiles import (
     key_tiles,
     load_tile,
     masked_tile,
-    scores_of,
+    row_scores,
     slope_of,
     store_tile,
 )
@@ -28,9 +28,8 @@ def _tile(q, K, V, k_t, k_d, v_t, v_d, tile, positions, own, out, mass, moment, 
     v = load_tile(V, tile * N, v_t, v_d, TK, DV, N, BLOCK_DV, WHOLE=not MASKED)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     keys = tile * N + tl.arange(0, N)
-    theirs = ids_of(Documents, keys, TK, DOCUMENTS and MASKED)
-    scores = scores_of(product, keys[None, :], positions[:, None], scale, slope, end,
-                       theirs[None, :], own[:, None], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+    scores = row_scores(product, keys, positions, own, scale, slope, end, Documents, TK,
+                        CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
     risen = tl.maximum(maximum, tl.max(scores, 1))
     shrink = exponential(maximum - risen, PRECISION)
     gap = scores - risen[:, None]

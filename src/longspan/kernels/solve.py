@@ -14,7 +14,7 @@ from longspan.kernels.tiles import (
     keys_of,
     live_tiles_of,
     load_tile,
-    scores_of,
+    row_scores,
     surveyed,
 )
 
@@ -32,9 +32,8 @@ def _sums(q, K, k_t, k_d, begin, count, List, positions, own, maximum, height, m
         k = load_tile(K, first, k_t, k_d, TK, D, PART, BLOCK_D, WHOLE=not MASKED)
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         keys = first + tl.arange(0, PART)
-        theirs = ids_of(Documents, keys, TK, DOCUMENTS and MASKED)
-        z = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end,
-                      theirs[None, :], own[:, None], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+        z = row_scores(product, keys, positions, own, a * scale, a * slope, end, Documents, TK,
+                       CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         u = tl.maximum(z - maximum[:, None] + height[:, None], 0.0)
         gain = gains(u, r, KIND)
         mass += tl.sum(gain * u, 1)

@@ -32,7 +32,7 @@ from longspan.kernels.tiles import (
     keys_of,
     load_tile,
     masked_tile,
-    scores_of,
+    row_scores,
 )
 
 
@@ -51,9 +51,8 @@ def _survey_tile(product, tile, positions, own, valid, maximum, height, line, sl
                  SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, N: tl.constexpr):  # fmt: skip
     keys = tile * N + tl.arange(0, N)
     if SLOPES or MASKED:
-        theirs = ids_of(Documents, keys, TK, DOCUMENTS and MASKED)
-        z = scores_of(product, keys[None, :], positions[:, None], a * scale, a * slope, end,
-                      theirs[None, :], own[:, None], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+        z = row_scores(product, keys, positions, own, a * scale, a * slope, end, Documents, TK,
+                       CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         top = tl.max(z, 1)
     else:
         z = product

@@ -154,6 +154,16 @@ def scores_of(product, keys, positions, scale, slope, end, theirs, own,
 
 
 @triton.jit
+def row_scores(product, keys, positions, own, scale, slope, end, Documents, TK,
+               CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
+               MASKED: tl.constexpr = True):  # fmt: skip
+    """`scores_of` a tile whose rows are queries, of documents `own`; the documents of its keys are read if needed."""
+    theirs = ids_of(Documents, keys, TK, DOCUMENTS and MASKED)
+    return scores_of(product, keys[None, :], positions[:, None], scale, slope, end, theirs[None, :], own[:, None],
+                     CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+
+
+@triton.jit
 def key_tiles(first_position, last_position, end, Ranges, TK,
               M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
               MASK_ALL: tl.constexpr):  # fmt: skip
