@@ -10,12 +10,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_runs import log_of
 from tiny_text import tiny_corpus
+from torch._C._distributed_c10d import HashStore
 
 from longspan.text.packing import TextBatch
 from longspan.train.checkpoint import load, saved
@@ -202,6 +205,29 @@ def test_recomputed_activations_change_nothing(config: LanguageConfig, alone: Pa
     train(replace(config, activations="recomputed"), tmp_path)
     losses = ([row["loss"] for row in log_of(folder, "train")] for folder in (tmp_path, alone))
     assert next(losses) == next(losses)
+
+
+def test_processes_part_only_when_their_threads_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that a thread lets go of while the interpreter ends aborts the process."""
+    held: list[dist.Work] = []
+    sums: list[torch.Size] = []
+    all_reduce = dist.all_reduce
+
+    def slowly(tensor: torch.Tensor) -> None:
+        held.append(all_reduce(tensor, async_op=True))  # and with it the tensor
+        held[-1].wait()
+        sums.append(tensor.shape)
+        Timer(0.2, held.clear).start()
+
+    monkeypatch.setattr(dist, "all_reduce", slowly)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with joined(torch.device("cpu")):
+        assert not sums
+    assert sums
+    assert not held
+    assert not dist.is_initialized()
 
 
 def main(folder: Path) -> None:

@@ -6,6 +6,7 @@ a checkpoint is that of one process, so a run may go on with another number.
 """
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -76,8 +77,23 @@ def joined(device: torch.device) -> Iterator[tuple[Processes, torch.device]]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield Processes(dist.get_rank(), dist.get_world_size()), device
+        _let_go()
     finally:
         dist.destroy_process_group()
+
+
+def _let_go() -> None:
+    """Wait until gloo's threads hold no tensor any more.
+
+    They outlive the group, whose mesh stays in caches of torch, and a thread that lets go of a tensor while the
+    interpreter ends takes the process with it: https://github.com/pytorch/pytorch/issues/190489.
+    """
+    last = torch.zeros(())
+    for _ in range(2):  # there are two threads, and they take turns
+        dist.all_reduce(last)
+        end = time.monotonic() + 10
+        while last._use_count() > 1 and time.monotonic() < end:  # type: ignore[attr-defined]
+            time.sleep(0.001)
 
 
 def recompute_blocks(model: Llama) -> None:
