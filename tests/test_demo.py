@@ -1,7 +1,10 @@
 """Max Retrieval from the sampler to the figures, at a size for seconds."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from longspan import demo
 from longspan.cli import app
 from longspan.nn import Adaptive, Entmax
 from longspan.nn.retriever import Retriever
-from longspan.paper.max_retrieval import ACCURACY, DEMO_ROWS, LENGTHS
+from longspan.paper.max_retrieval import ACCURACY, DEMO_ROWS, LENGTHS, paper_row
 from longspan.results import append_rows, provenance, read_rows
 from longspan.tasks.max_retrieval import MaxRetrieval
 
@@ -53,22 +56,54 @@ def test_the_retriever_is_attention_over_projected_items() -> None:
     torch.testing.assert_close(logits, model.answer(expected @ model.value(x)).squeeze(1))
 
 
-@pytest.mark.parametrize("contestant", demo.CONTESTANTS, ids=lambda contestant: contestant.name)
-def test_each_contestant_trains_and_is_measured(contestant: demo.Contestant) -> None:
+@pytest.mark.parametrize("training", ["demo", "paper"])
+@pytest.mark.parametrize("number", range(len(demo.contestants())))
+def test_each_contestant_trains_and_is_measured(number: int, training: demo.Training) -> None:
     events: list[demo.Event] = []
-    demo.compete(contestant, TINY, events.append)
+    contestant = demo.contestants(training)[number]
+    demo.compete(contestant, replace(TINY, training=training), events.append)
     rows = [event for event in events if isinstance(event, dict)]
     methods = {contestant.name, *(name for name, _ in contestant.at_inference)}
     assert {(row["method"], row["length"]) for row in rows} == {(m, n) for m in methods for n in TINY.lengths}
     assert all(0 <= row["accuracy"] <= 100 and 0 <= row["weight_on_maximum"] <= 1 for row in rows)
-    assert all(name in DEMO_ROWS for name in methods)
+    assert all(paper_row(name) in ACCURACY for name in methods)
+    assert {row["training"] for row in rows} == {training}
+
+
+def test_every_row_of_the_papers_table_has_a_contestant() -> None:
+    names = [name for rival in demo.contestants() for name in (rival.name, *(other for other, _ in rival.at_inference))]
+    assert [contestant.name for contestant in demo.contestants("paper")] == [rival.name for rival in demo.contestants()]
+    # The first row is another team's measurement of the softmax below it.
+    assert sorted(map(paper_row, names)) == sorted(set(ACCURACY) - {"softmax (Velickovic et al.)"})
+
+
+def test_the_papers_temperatures_divide_the_bare_products() -> None:
+    by_name = {contestant.name: contestant for contestant in demo.contestants()}
+    scores = torch.randn(1, 1, 3, 5, dtype=torch.float64)  # q . k / sqrt(width)
+    found = by_name["softmax, temperature 0.1"].normalizer()(scores)
+    torch.testing.assert_close(found, (scores * math.sqrt(demo.WIDTH) / 0.1).softmax(-1))
+
+
+def test_the_papers_training_keeps_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = []
+    step = torch.optim.AdamW.step
+
+    def watched(self: torch.optim.AdamW, *arguments: Any) -> Any:
+        rates.append(self.param_groups[0]["lr"])
+        return step(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    config = replace(demo.PAPER_TRAINING, steps=5, samples=2, lengths=(16,))
+    assert demo.PAPER_TRAINING.steps == 100_000
+    demo.compete(demo.contestants("paper")[0], config, lambda event: None)
+    assert rates == [1e-3] * 5
 
 
 def test_the_same_seed_gives_the_same_rows() -> None:
     def rows() -> list[demo.Event]:
         events: list[demo.Event] = []
         demo.compete(demo.CONTESTANTS[1], TINY, events.append)
-        return events
+        return [event | {"seconds": None} if isinstance(event, dict) else event for event in events]
 
     assert rows() == rows()
 
@@ -91,6 +126,36 @@ def test_the_command_writes_rows_and_figures_and_shows_the_paper(tmp_path: Path)
     for figure in ("accuracy.png", "attention.png"):
         assert (tmp_path / figure).read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.part.png"))
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    words = ["demo", "--out", str(tmp_path), "--steps", "2", "--samples", "3", "--method", "top-4"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    path = tmp_path / "rows.jsonl"
+    whole = list(read_rows(path))
+    assert {row["method"] for row in whole} == {"top-4"}
+    begun = {**whole[0], "method": "entmax 2"}  # stopped after its first length
+    path.unlink()
+    append_rows(path, [*whole, begun])
+    result = CliRunner().invoke(app, [*words, "--method", "entmax 2", "--resume"])
+    assert result.exit_code == 0, result.output
+    rows = list(read_rows(path))
+    assert rows[: len(whole)] == whole
+    assert [(row["method"], row["length"]) for row in rows[len(whole) :]] == [("entmax 2", n) for n in LENGTHS]
+
+
+def test_rows_of_another_run_are_not_gone_on_with(tmp_path: Path) -> None:
+    words = ["demo", "--out", str(tmp_path), "--steps", "2", "--samples", "3", "--method", "top-2"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    result = CliRunner().invoke(app, [*words, "--resume", "--seed", "1"])
+    assert result.exit_code == 2
+    assert "another run" in result.output
+    assert (tmp_path / "rows.jsonl").read_bytes() == before
+    result = CliRunner().invoke(app, [*words, "--method", "top-3"])
+    assert result.exit_code == 2
+    assert "'top-4'" in result.output
+    assert (tmp_path / "rows.jsonl").read_bytes() == before
 
 
 def test_methods_command_lists_every_method() -> None:

@@ -1,7 +1,8 @@
 """The paper's story on a laptop: train on at most 16 items, look at 4096.
 
 Six ways to normalise attention learn Max Retrieval with the same model, data, optimiser and number of steps, several
-at a time in processes of one thread each. Rows are written as they are measured.
+at a time in processes of one thread each. Rows are written as they are measured. The other rows of the paper's table,
+and the training of the original, are for those who have hours.
 """
 
 import math
@@ -9,10 +10,12 @@ import multiprocessing
 import os
 import queue
 import signal
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +23,7 @@ from torch import nn
 from longspan.nn import Adaptive, AdaptiveTemperature, Entmax, Normalizer, NoScale, Scaler, Softmax, SSMax, TopK
 from longspan.nn.retriever import Retriever
 from longspan.paper.max_retrieval import ACCURACY as PAPER
-from longspan.paper.max_retrieval import DEMO_ROWS, LENGTHS
+from longspan.paper.max_retrieval import DEMO_ROWS, LENGTHS, paper_row
 from longspan.plots import Panel, draw
 from longspan.results import Row
 from longspan.tasks.max_retrieval import MaxRetrieval
@@ -42,23 +45,42 @@ class Contestant:
     at_inference: tuple[tuple[str, Callable[[], Normalizer]], ...] = ()
 
 
-CONTESTANTS = (
-    Contestant("softmax", Softmax, at_inference=(("adaptive temperature", AdaptiveTemperature),)),
-    # delta = 0, as in SSMax: with delta = 1 the few lengths of the training teach beta to vanish beside it.
-    Contestant("asentmax", Entmax, lambda: Adaptive(WIDTH, 1, delta=0.0, gamma=3.0)),
-    Contestant("ssmax", Softmax, lambda: SSMax(WIDTH, 1)),
-    Contestant("entmax 1.5", Entmax),
-    Contestant("top-2", lambda: TopK(k=2)),
-)
+Training = Literal["demo", "paper"]
+
+
+def contestants(training: Training = "demo") -> tuple[Contestant, ...]:
+    """The demo's five, then every other row of the paper's table that is trained, by its name there."""
+    adaptive = partial(Adaptive, WIDTH, 1, initial_beta=None)  # delta = 1, and a start like any layer's, as released
+    if training == "demo":
+        # delta = 0, as in SSMax: with delta = 1 the few lengths of the training teach beta to vanish beside it.
+        adaptive = partial(Adaptive, WIDTH, 1, delta=0.0)
+    return (
+        Contestant("softmax", Softmax, at_inference=(("adaptive temperature", AdaptiveTemperature),)),
+        Contestant("asentmax", Entmax, partial(adaptive, gamma=3.0)),
+        Contestant("ssmax", Softmax, partial(SSMax, WIDTH, 1)),
+        Contestant("entmax 1.5", Entmax),
+        Contestant("top-2", partial(TopK, k=2)),
+        # The paper's temperatures divide q . k itself; scores here are divided by the root of the width already.
+        Contestant("softmax, temperature 0.1", partial(Softmax, 0.1 / math.sqrt(WIDTH))),
+        Contestant("softmax, temperature 0.0004", partial(Softmax, 0.0004 / math.sqrt(WIDTH))),
+        Contestant("top-4", partial(TopK, k=4)),
+        *(Contestant(f"entmax {alpha}", partial(Entmax, float(alpha))) for alpha in (2, 4, 16, 32, 64)),
+        *(Contestant(f"asentmax, gamma {gamma}", Entmax, partial(adaptive, gamma=float(gamma))) for gamma in (1, 2, 4)),
+    )
+
+
+CONTESTANTS = contestants()[:5]
 
 
 @dataclass(frozen=True)
 class DemoConfig:
     """The original's (5 to 16 items, batch 128, width 128) with 5,000 steps instead of 100,000.
 
-    A higher learning rate with a cosine decay makes up for it, the same for every method.
+    A higher learning rate with a cosine decay makes up for it, the same for every method. `PAPER_TRAINING` has the
+    original's steps and its constant rate.
     """
 
+    training: Training = "demo"
     steps: int = 5000
     batch: int = 128
     shortest: int = 5
@@ -69,6 +91,9 @@ class DemoConfig:
     samples: int = 1000
     lengths: tuple[int, ...] = LENGTHS
     seed: int = 0
+
+
+PAPER_TRAINING = DemoConfig(training="paper", steps=100_000, learning_rate=1e-3)
 
 
 class Progress(NamedTuple):
@@ -104,6 +129,8 @@ def train(model: Retriever, config: DemoConfig) -> Iterator[tuple[int, float]]:
 
 
 def _rate(step: int, config: DemoConfig) -> float:
+    if config.training == "paper":
+        return 1.0
     warmup = min(1.0, (step + 1) / config.warmup)
     return warmup * 0.5 * (1 + math.cos(math.pi * step / config.steps))
 
@@ -131,27 +158,29 @@ def compete(contestant: Contestant, config: DemoConfig, report: Report) -> None:
     """Train one contestant and measure it, reporting progress and rows."""
     torch.manual_seed(config.seed)
     model = Retriever(TASK.num_classes, WIDTH, contestant.normalizer(), contestant.scaler())
+    started = time.monotonic()
     for step, loss in train(model, config):
         if step % 50 == 0 or step == config.steps:
             report(Progress(contestant.name, "train", step, config.steps, f"loss {loss:.4f}"))
+    origin = {"task": "max_retrieval", "seed": config.seed, "training": config.training, "steps": config.steps}
+    origin["seconds"] = round(time.monotonic() - started, 1)
     stages = [(contestant.name, model.normalizer), *((name, make()) for name, make in contestant.at_inference)]
     lengths = [(name, normalizer, length) for length in config.lengths for name, normalizer in stages]
     for done, (name, model.normalizer, length) in enumerate(lengths, start=1):
         row = evaluate(model, length, config)
-        report({"task": "max_retrieval", "method": name, "seed": config.seed, "steps": config.steps} | row)
+        report(origin | {"method": name} | row)
         note = f"{row['accuracy']:.1f} % at {length}"
         report(Progress(contestant.name, "measure", done, len(lengths), note))
 
 
-def run(config: DemoConfig, contestants: Iterable[Contestant] = CONTESTANTS) -> Iterator[Event]:
-    """Run every contestant, as many at a time as there are cores, and yield what they report.
+def run(config: DemoConfig, names: Sequence[str]) -> Iterator[Event]:
+    """Run the contestants of these names, as many at a time as there are cores, and yield what they report.
 
     Leaving the iterator early, by Ctrl-C for instance, ends the processes.
     """
-    names = [contestant.name for contestant in contestants]
     context = multiprocessing.get_context("spawn")
     events: Any = context.Queue()
-    with context.Pool(min(os.cpu_count() or 1, len(names)), _start_worker, (events,)) as pool:
+    with context.Pool(max(1, min(os.cpu_count() or 1, len(names))), _start_worker, (events,)) as pool:
         results = [pool.apply_async(_compete_by_name, (name, config)) for name in names]
         while True:
             finished = all(result.ready() for result in results)
@@ -176,15 +205,15 @@ def _start_worker(events: Any) -> None:
 
 
 def _compete_by_name(name: str, config: DemoConfig) -> None:
-    contestant = next(contestant for contestant in CONTESTANTS if contestant.name == name)
+    contestant = next(contestant for contestant in contestants(config.training) if contestant.name == name)
     compete(contestant, config, _events.put)
 
 
 def curves(rows: Iterable[Row], key: str) -> dict[str, dict[int, float]]:
-    """`key` by method and length, in the order of `DEMO_ROWS`."""
+    """`key` by method and length, in the order of `DEMO_ROWS`, then as they come."""
     found: dict[str, dict[int, float]] = {name: {} for name in DEMO_ROWS}
     for row in rows:
-        found[row["method"]][row["length"]] = row[key]
+        found.setdefault(row["method"], {})[row["length"]] = row[key]
     return {name: dict(sorted(curve.items())) for name, curve in found.items() if curve}
 
 
@@ -198,7 +227,7 @@ def draw_figures(rows: list[Row], config: DemoConfig, folder: Path) -> list[Path
                 title=f"Max Retrieval: trained on at most {config.longest} items",
                 y_label="accuracy (%)",
                 curves=measured,
-                dotted={name: PAPER[DEMO_ROWS[name]] for name in measured},
+                dotted={name: PAPER[paper_row(name)] for name in measured},
                 dotted_label="the paper",
                 trained_to=config.longest,
                 y_limits=(0, 103),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from longspan.evaluate.ladder import purpose_of, wilson
-from longspan.paper.max_retrieval import DEMO_ROWS
+from longspan.paper.max_retrieval import paper_row
 from longspan.paper.names import parse_name
 from longspan.paper.tables import PaperTable
 from longspan.results import Row, read_rows
@@ -182,8 +182,8 @@ def origin_of(row: Row) -> Origin:
 
 def _of_demo(row: Row) -> Row:
     """A row of the demo of Max Retrieval, which has no recipe, in the words of the others."""
-    if row.get("task") != "max_retrieval" or row.get("method") not in DEMO_ROWS or "accuracy" not in row:
+    if row.get("task") != "max_retrieval" or "accuracy" not in row:
         return row
     low, high = wilson(round(row["accuracy"] * row["samples"] / 100), row["samples"])
-    recipe = f"demo/max_retrieval/none/{DEMO_ROWS[row['method']]}"
+    recipe = f"{row.get('training', 'demo')}/max_retrieval/none/{paper_row(row['method'])}"
     return {**row, "recipe": recipe, "value": row["accuracy"], "low": 100 * low, "high": 100 * high}

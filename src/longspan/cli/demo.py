@@ -1,40 +1,57 @@
 """`longspan demo`."""
 
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from longspan.cli.console import console
+from longspan.cli.console import console, fail
+from longspan.results import Row, append_rows, provenance, read_rows
+
+if TYPE_CHECKING:
+    from longspan.demo import DemoConfig
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the rows and the figures.")] = Path("demo"),
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each method.")] = 5000,
+    every: Annotated[bool, typer.Option("--every", help="Every row of the paper's table, not six.")] = False,
+    methods: Annotated[list[str] | None, typer.Option("--method", help="Only this one, by the table's name.")] = None,
+    training: Annotated[
+        Literal["demo", "paper"], typer.Option(help="paper: 100,000 steps at a constant rate, ten minutes a method.")
+    ] = "demo",
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of each method, instead of 5,000.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Test samples at each length.")] = 1000,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the rows in the folder; train what is missing.")
+    ] = False,
 ) -> None:
     """Train six methods on Max Retrieval with at most 16 items, and look at 4096. Minutes on a CPU."""
     from longspan import demo as story
-    from longspan.results import append_rows, provenance
 
-    config = story.DemoConfig(steps=steps, samples=samples, seed=seed)
-    rows: list[dict[str, object]] = []
+    names = _names(every, methods)
+    config = story.PAPER_TRAINING if training == "paper" else story.DemoConfig()
+    config = replace(config, steps=steps or config.steps, samples=samples, seed=seed)
     path = out / "rows.jsonl"
     origin = provenance()  # before the old rows go: they may be part of the tree
-    path.unlink(missing_ok=True)
+    rows = _kept(path, config) if resume else []
+    draft = path.with_suffix(".part")
+    draft.unlink(missing_ok=True)
+    append_rows(draft, rows)
+    draft.replace(path)
+    measured = Counter(row["method"] for row in rows)
+    missing = [name for name in names if measured[name] < len(config.lengths)]
     started = time.monotonic()
     interrupted = False
     try:
         with _progress() as progress:
-            bars = {
-                contestant.name: progress.add_task(contestant.name, total=steps, note="waiting")
-                for contestant in story.CONTESTANTS
-            }
-            for event in story.run(config):
+            bars = {name: progress.add_task(name, total=config.steps, note="waiting") for name in missing}
+            for event in story.run(config, missing) if missing else ():
                 if isinstance(event, story.Progress):
                     note = f"{event.stage}: {event.note}"
                     progress.update(bars[event.name], completed=event.done, total=event.total, note=note)
@@ -44,7 +61,7 @@ def demo(
     except KeyboardInterrupt:
         interrupted = True
     if interrupted:
-        console.print("\n[yellow]Stopped.[/yellow] What was measured until now:")
+        console.print("\n[yellow]Stopped.[/yellow] What was measured until now; --resume goes on:")
     if not rows:
         console.print("Nothing was measured.")
         raise typer.Exit(130)
@@ -55,9 +72,32 @@ def demo(
         raise typer.Exit(130)
 
 
+def _names(every: bool, methods: list[str] | None) -> list[str]:
+    """The methods to train, as they are listed, those of the demo first."""
+    from longspan import demo as story
+
+    known = [contestant.name for contestant in story.contestants()]
+    if unknown := sorted(set(methods or ()) - set(known)):
+        fail(f"no method is called {', '.join(map(repr, unknown))}; there are {', '.join(map(repr, known))}")
+    if methods:
+        return [name for name in known if name in methods]
+    return known if every else [contestant.name for contestant in story.CONTESTANTS]
+
+
+def _kept(path: Path, config: "DemoConfig") -> list[Row]:
+    """The rows of an earlier, stopped run; those of a method that was not measured to the end are left out."""
+    rows = list(read_rows(path)) if path.exists() else []
+    said = {"training": config.training, "steps": config.steps, "samples": config.samples, "seed": config.seed}
+    for row in rows:
+        if any(row.get(key) != value for key, value in said.items()):
+            fail(f"{path} has rows of another run ({row}); choose another folder")
+    measured = Counter(row["method"] for row in rows)
+    return [row for row in rows if measured[row["method"]] == len(config.lengths)]
+
+
 def _progress() -> Progress:
     return Progress(
-        TextColumn("{task.description:<11}"),
+        TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -66,10 +106,10 @@ def _progress() -> Progress:
     )
 
 
-def _accuracy_table(rows: list[dict[str, object]]) -> Table:
+def _accuracy_table(rows: list[Row]) -> Table:
     """Each method's measured accuracies, the paper's below in grey."""
     from longspan import demo as story
-    from longspan.paper.max_retrieval import ACCURACY, DEMO_ROWS, LENGTHS
+    from longspan.paper.max_retrieval import ACCURACY, LENGTHS, paper_row
 
     table = Table(title="Max Retrieval, accuracy (%); in grey: the paper's", box=None, header_style="bold")
     table.add_column("items", no_wrap=True)
@@ -77,6 +117,6 @@ def _accuracy_table(rows: list[dict[str, object]]) -> Table:
         table.add_column(str(length), justify="right")
     for name, curve in story.curves(rows, "accuracy").items():
         table.add_row(name, *(f"{curve[length]:.1f}" if length in curve else "" for length in LENGTHS))
-        paper = ACCURACY[DEMO_ROWS[name]]
+        paper = ACCURACY[paper_row(name)]
         table.add_row("", *(f"{paper[length]:.1f}" for length in LENGTHS), style="bright_black")
     return table

@@ -37,3 +37,8 @@ DEMO_ROWS = {
     "top-2": "top-2",
     "asentmax": "asentmax, gamma 3",
 }
+
+
+def paper_row(method: str) -> str:
+    """The paper's row for a method of the demo, or for one that bears the row's name."""
+    return DEMO_ROWS.get(method, method)
