@@ -9,6 +9,7 @@ from typing import TypeVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import profile
 
 from longspan.nn import METHODS, POSITIONS, Adaptive, Attention, Entmax, RoPE, TopK, exponential_slopes, linear_slopes
 from longspan.nn.decoder import AttentionConfig, Block, Decoder, DecoderConfig, attention_of
@@ -127,6 +128,20 @@ def test_padding_and_documents_reach_the_attention() -> None:
     documents = (torch.arange(TIME) >= 9).long()[None]
     packed = decoder(read, documents=documents)
     torch.testing.assert_close(packed[:, 9:], decoder(read[:, 9:]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("method", "counts"), [("asentmax", 1), ("entmax", 0)])
+def test_what_a_token_sees_of_its_document_is_counted_once(method: str, counts: int) -> None:
+    decoder, read = model(small(method)), tokens()
+    documents = (torch.arange(TIME) >= 9).long().expand_as(read)
+    with profile() as seen:
+        decoder(read, documents=documents)
+    assert sum(event.name == "longspan::fellow_tokens" for event in seen.events() or ()) == counts
+
+
+def test_documents_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match="documents must be integer ids of shape"):
+        model(small())(tokens(), documents=torch.zeros(3, TIME - 1, dtype=torch.int64))
 
 
 def test_caches_of_another_depth_are_refused() -> None:

@@ -120,6 +120,7 @@ class Attention(nn.Module):
         *,
         lengths: Tensor | None = None,
         documents: Tensor | None = None,
+        visible: Tensor | None = None,
         cache: KVCache | None = None,
         last: int | None = None,
     ) -> Tensor:
@@ -128,6 +129,7 @@ class Attention(nn.Module):
         Args:
             lengths: (batch,), right padding.
             documents: (batch, time) ids of packed documents. To pad on the left, give the padding an id of its own.
+            visible: (batch, time) how many tokens each sees, where that is known already.
             cache: the tokens before `x`; `x` is added to it.
             last: how many of the last tokens ask; the others are only looked at. All by default.
         """
@@ -153,7 +155,12 @@ class Attention(nn.Module):
             if cache.starts is not None:
                 documents = cache.padding_as_document(x.device)
         rules = check_rules(q, k, v, self.position.slopes, self.scale, self.causal, lengths, documents)
-        count = partial(visible_tokens, rules, q.shape[2], k.shape[2], len(q), q.device)
+
+        def count() -> Tensor:
+            if visible is not None:
+                return visible[:, x.shape[1] - asking.shape[1] :]
+            return visible_tokens(rules, q.shape[2], k.shape[2], len(q), q.device)
+
         out = self._attend(q, k, v, rules, self._scales(scaling, count))  # (B, H, T, D)
         return self.output(out.transpose(1, 2).flatten(2))
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from longspan.functional.scores import Rules, visible_tokens
 from longspan.nn.attention import Attention, last_tokens
 from longspan.nn.cache import KVCache
 from longspan.nn.embedding import Embedding
@@ -24,7 +25,7 @@ from longspan.nn.positions import (
     position_named,
 )
 from longspan.nn.residual import branch, merge, merge_and_branch, normed
-from longspan.nn.scalers import Adaptive, Scaler
+from longspan.nn.scalers import Adaptive, NoScale, Scaler
 
 
 @dataclass(frozen=True)
@@ -132,11 +133,22 @@ def through(
 ) -> Tensor:
     """What the blocks make of x one after the other, the last block of the last tokens alone."""
     layers: Sequence[KVCache | None] = [None] * len(blocks) if caches is None else caches
+    if caches is None and options.get("documents") is not None and options.get("lengths") is None:
+        options["visible"] = _visible(blocks, x, options["documents"])
     if last == x.shape[1]:
         last = None  # so that one compilation serves every block
     for index, (block, cache) in enumerate(zip(blocks, layers, strict=True), start=1):
         x = block(x, cache=cache, last=last if index == len(blocks) else None, **options)
     return x
+
+
+def _visible(blocks: nn.ModuleList, x: Tensor, documents: Tensor) -> Tensor | None:
+    """The tokens that each token of x sees, counted once for all layers; None where no layer asks."""
+    layers = [part for part in blocks.modules() if isinstance(part, Attention)]
+    if documents.shape != x.shape[:2] or all(isinstance(layer.scaler, NoScale) for layer in layers):
+        return None
+    rules = Rules(scale=1.0, causal=all(layer.causal for layer in layers), documents=documents.to(x.device))
+    return visible_tokens(rules, x.shape[1], x.shape[1], x.shape[0], x.device)
 
 
 class Block(nn.Module):
