@@ -86,6 +86,27 @@ def test_equals_bisection_in_many_digits(name: str, alpha: float, device: torch.
     assert torch.equal(p > 0, expected > 0)
 
 
+@pytest.mark.parametrize("alpha", [2.0001, 2.25, 3.0, 4.0, 8.0, 16.0, 32.0, 64.0])
+@pytest.mark.parametrize("ties", [1, 2, 7])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_weights_that_all_but_vanish(dtype: torch.dtype, ties: int, alpha: float, device: torch.device) -> None:
+    """The edge of the support within some units in the last place of where it dies; entmax 64 trains on such rows."""
+    eps = torch.finfo(dtype).eps
+    units = torch.cat([torch.arange(0, 500), 2 ** torch.arange(9, 40)]).double()
+    rows = torch.zeros(len(units), 1 + ties, dtype=torch.float64)
+    rows[:, 0] = (1 - units * eps / 4) / (alpha - 1)
+    for shift in (0.0, 0.03):
+        scores = (rows + shift).to(device, dtype).requires_grad_()
+        p = entmax(scores, alpha)
+        (slope,) = torch.autograd.grad((p * torch.linspace(-1, 2, p.numel(), device=device).view_as(p)).sum(), scores)
+        assert p.isfinite().all()
+        assert (p >= 0).all()
+        assert (p.sum(-1) - 1).abs().max() <= 8 * eps
+        assert slope.isfinite().all()
+        if dtype == torch.float32:
+            torch.testing.assert_close(p.double(), entmax(scores.double(), alpha), rtol=0, atol=8 * eps)
+
+
 @pytest.mark.parametrize("alpha", [3.0, 16.0, 64.0])
 def test_weights_that_hang_on_digits_beyond_tau(alpha: float, device: torch.device) -> None:
     """Scores a few ulps apart: ``(alpha-1) * scores - tau`` has no correct digit left, the weights have all."""

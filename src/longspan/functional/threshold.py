@@ -151,7 +151,8 @@ def _anchor_at_edge(scores: Tensor, alpha: Alpha) -> Anchor:
         p = torch.where(gap < 0, math.inf, p)  # so that (weight / p) vanishes off the support
         slope = (weight / p).pow(a - 1).sum(-1, keepdim=True)
         residual = torch.where(gap < 0, 0, p).sum(-1, keepdim=True) - 1
-        weight = weight - residual / slope.clamp_min(1)
+        # An edge that all but dies has less weight than the sum can tell; none at all would make 0 / 0 of its slope.
+        weight = (weight - residual / slope.clamp_min(1)).clamp_min(_TINY)
         if look and _converged(residual):
             break
     edge = torch.where(edge == math.inf, math.nan, edge)  # +inf has no weights: NaN, as below alpha = 2
