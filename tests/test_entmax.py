@@ -309,6 +309,17 @@ def test_ties_share_alike(alpha: float, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("alpha", HOSTILE_ALPHAS)
+@pytest.mark.parametrize("value", [1e9, -1e15, 1e30, -1e300])
+def test_ties_share_alike_where_a_threshold_rounds_to_them(alpha: float, value: float, device: torch.device) -> None:
+    for dtype in (torch.float64, torch.float32) if abs(value) < 1e38 else (torch.float64,):
+        row = torch.full((7,), value, dtype=dtype, device=device)
+        row[[1, 4, 5]] = value - abs(value) / 2
+        for kind in both_kinds(alpha, device):
+            expected = torch.tensor([0.25, 0, 0.25, 0.25, 0, 0, 0.25], dtype=dtype, device=device)
+            torch.testing.assert_close(entmax(row, kind), expected)
+
+
+@pytest.mark.parametrize("alpha", HOSTILE_ALPHAS)
 @pytest.mark.parametrize("value", [0.0, -1e4, 1e300])
 def test_one_element_takes_all(alpha: float, value: float, device: torch.device) -> None:
     scores = torch.full((3, 1), value, dtype=torch.float64, device=device, requires_grad=True)

@@ -190,8 +190,8 @@ def _candidates(scores: Tensor, a: Alpha) -> Tensor:
     """The scores that can survive, sorted; few, so that a CPU does not sort whole rows."""
     if not _may_branch_on_values(scores):
         return scores.sort(-1, descending=True).values
-    floor = _finite_maximum(scores) - 1 / a
-    most = int((scores - floor).clamp_min_(0).sign_().sum(-1).nan_to_num_(1).max())
+    height = (scores - _finite_maximum(scores)).mul_(a).add_(1)  # exactly 1 for ties of the maximum, however large
+    most = int(height.clamp_min_(0).sign_().sum(-1).nan_to_num_(1).max())
     return scores.topk(max(most, 1), dim=-1).values
 
 
