@@ -197,3 +197,5 @@ def test_a_command_does_not_say_where_files_lie(monkeypatch: pytest.MonkeyPatch)
         "sys.argv", ["/here/bench.py", "--lengths", "8", "--out", "/there/of/mine/rows.jsonl", "--log=/x/y", "runs/a"]
     )
     assert provenance()["command"] == "bench.py --lengths 8 --out rows.jsonl --log=y runs/a"
+    monkeypatch.setattr("sys.argv", ["longspan", "train", "--set", "validate_lengths=[64, 128]"])
+    assert provenance()["command"] == "longspan train --set 'validate_lengths=[64, 128]'"

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -56,7 +57,7 @@ def provenance(device: torch.device | str | None = None) -> Row:
     on_gpu = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     return {
         "commit": _commit(),
-        "command": " ".join([_program(), *map(_portable, sys.argv[1:])]),
+        "command": shlex.join([_program(), *map(_portable, sys.argv[1:])]),
         "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
         "torch": torch.__version__,
         "python": platform.python_version(),
