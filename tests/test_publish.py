@@ -101,6 +101,16 @@ def test_the_ablation_of_ropes_factor_has_its_rows_and_flip_flop_the_others(text
     assert "82.0" not in flip_flop
 
 
+def test_a_figure_of_max_retrieval_has_the_methods_of_the_demo() -> None:
+    """The table has eighteen, which no one can tell apart by colour; both trainings have a panel."""
+    row = {"task": "max_retrieval", "length": 16, "accuracy": 97.5, "samples": 200, "seed": 0}
+    methods = ("softmax", "top-4", "asentmax", "asentmax, gamma 4")
+    rows = [{**row, "method": method, "training": training} for method in methods for training in ("demo", "paper")]
+    panels = task_panels(rows, get_table("max_retrieval"))
+    assert [panel.title for panel in panels] == ["max_retrieval, recipe demo", "max_retrieval, recipe paper"]
+    assert [list(panel.curves) for panel in panels] == [["softmax", "asentmax, gamma 3"]] * 2
+
+
 def test_rows_of_the_demo_are_those_of_max_retrieval(text: str) -> None:
     assert "| none | asentmax, gamma 3 | demo | 97.5 |" in block(text, "`max_retrieval`")
     assert "`longspan demo`" in block(text, "`max_retrieval`")
