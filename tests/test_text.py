@@ -1,5 +1,6 @@
 """From files to a corpus: what is kept, where it goes, and what is said when something is wrong."""
 
+import functools
 import gzip
 import json
 import sys
@@ -32,7 +33,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         ("  a  \nb\t\n", "a\nb"),
         ("a\n\n\n\n\n\nb", "a\n\n\nb"),
         ("\ufeffa\x00\x1b[1mb\x0c", "a[1mb"),
+        ("a\ud83db", "ab"),  # half of a pair, which no tokenizer takes
+        ("a" + " " * 1_000_000 + "b", "a" + " " * 1_000_000 + "b"),  # in a moment, not in the square of it
     ],
+    ids=["newlines", "blanks", "empty-lines", "control", "surrogate", "a-long-gap"],
 )
 def test_cleaning(raw: str, cleaned: str) -> None:
     assert clean(raw) == cleaned
@@ -46,11 +50,12 @@ def test_a_folder_gives_its_text_files_by_path_and_counts_the_others(tmp_path: P
     (tmp_path / "c.rst.gz").write_bytes(gzip.compress(b"three"))
     (tmp_path / "d.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "e.txt.gz").write_bytes(b"not gzip")
+    (tmp_path / "e2.txt.gz").write_bytes(gzip.compress(b"three")[:10] + b"\xff" * 100)  # damaged behind its header
     (tmp_path / "f.png").write_bytes(b"no text")
     (tmp_path / "g.txt").symlink_to(tmp_path / "a.txt")
     counts: Counter[str] = Counter()
     assert list(from_folder(tmp_path)(counts)) == ["one", "two", "three"]
-    assert counts == {"not text": 2}
+    assert counts == {"not text": 3}
     with pytest.raises(CorpusError, match="there is no folder"):
         from_folder(tmp_path / "absent")
 
@@ -133,6 +138,15 @@ def test_a_tokenizer_needs_room_marks_and_a_file(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_a_vocabulary_reaches_to_the_last_id_over_gaps(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.models import WordLevel
+
+    ids = {"river": 0, "<s>": 7, "</s>": 8, "sea": 70_000}
+    Backend(WordLevel(ids, unk_token="sea")).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).vocabulary == 70_001
+
+
 def test_a_corpus_holds_every_document_whole_once(corpus: Corpus) -> None:
     texts = {path.read_text() for path in (corpus.folder.parent / "texts").iterdir()}
     found = []
@@ -155,6 +169,9 @@ def test_a_corpus_is_built_once_and_only_finished_ones_open(corpus: Corpus, tmp_
     with pytest.raises(CorpusError, match=r"train split is empty.*3 too short"):
         build_corpus(tmp_path, lambda counts: iter(TEXTS), tokenizer=300, shortest=1000, validation=0.5)
     assert not (tmp_path / "corpus.json").exists()
+    (tmp_path / "corpus.json").write_text('{"train": ')
+    with pytest.raises(CorpusError, match=r"corpus.json is damaged: .* Build the corpus again"):
+        open_corpus(tmp_path)
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
@@ -212,23 +229,36 @@ def test_a_damaged_shard_is_told(tmp_path: Path, name: str, damage: "object", me
         TokenStream(tmp_path)
 
 
+def test_a_shard_that_is_missing_with_its_index_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpora, "ShardWriter", functools.partial(ShardWriter, shard_tokens=2000))
+    corpus = tiny_corpus(tmp_path)
+    last = sorted((corpus.folder / "train").glob("shard-*.json"))[-1]
+    last.unlink()
+    last.with_suffix(".bin").unlink()
+    with pytest.raises(CorpusError, match=r"train has \d+ documents .* instead of \d+"):
+        corpus.split("train")
+
+
 def test_a_dataset_is_streamed_or_the_reason_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(CorpusError, match="pip install datasets"):
         from_dataset("some/name")
     asked = []
 
-    def load_dataset(*args: object, **options: object) -> list[dict[str, str]]:
+    def load_dataset(*args: object, **options: object) -> list[dict[str, str | None]]:
         asked.append((args, options))
         if args[0] == "no/network":
             raise ConnectionError("no route")
-        return [{"text": text} for text in TEXTS]
+        return [{"text": text} for text in (*TEXTS, None)]
 
     module = ModuleType("datasets")
     module.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", module)
     assert list(from_dataset("some/name:small", most=2)(Counter())) == TEXTS[:2]
     assert asked == [(("some/name", "small"), {"split": "train", "streaming": True})]
+    counts: Counter[str] = Counter()
+    assert list(from_dataset("some/name")(counts)) == TEXTS
+    assert counts == {"not text": 1}
     with pytest.raises(CorpusError, match="cannot be read: no route"):
         list(from_dataset("no/network")(Counter()))
     with pytest.raises(CorpusError, match="no field 'body'; it has text"):

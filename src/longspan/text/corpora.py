@@ -40,7 +40,14 @@ class Corpus:
     facts: dict[str, Any]
 
     def split(self, name: Split) -> TokenStream:
-        return TokenStream(self.folder / name)
+        """The documents of a split; raises CorpusError where they are not as many as were written."""
+        stream, told = TokenStream(self.folder / name), self.facts[name]
+        if (stream.documents, len(stream)) != (told["documents"], told["tokens"]):
+            raise CorpusError(
+                f"{self.folder / name} has {stream.documents} documents and {len(stream)} tokens instead of "
+                f"{told['documents']} and {told['tokens']}: a shard is missing. Build the corpus again."
+            )
+        return stream
 
 
 def open_corpus(folder: Path) -> Corpus:
@@ -50,7 +57,11 @@ def open_corpus(folder: Path) -> Corpus:
         raise CorpusError(
             f"{folder} is not a corpus, or one that was never finished: build it with `longspan lm corpus`"
         )
-    return Corpus(folder, load_tokenizer(folder), json.loads(facts.read_text()))
+    try:
+        told = json.loads(facts.read_text())
+    except ValueError as error:
+        raise CorpusError(f"{facts} is damaged: {error}. Build the corpus again.") from error
+    return Corpus(folder, load_tokenizer(folder), told)
 
 
 def build_corpus(

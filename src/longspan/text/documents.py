@@ -8,6 +8,7 @@ import ast
 import gzip
 import re
 import sysconfig
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,8 +20,8 @@ PROSE_NAMES = re.compile(r"(README|NEWS|FAQ|HOWTO|TODO|INSTALL|THANKS|INTRO|GUID
 # Folders of a standard library that are not the library's own, or only test it.
 _FOREIGN = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufeff]")
-_TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
+# Also halves of surrogate pairs, which are no text: tokenizers refuse them.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufeff\ud800-\udfff]")
 _EMPTY_LINES = re.compile(r"\n{4,}")
 
 Source = Callable[[Counter[str]], Iterator[str]]
@@ -33,7 +34,9 @@ class CorpusError(ValueError):
 def clean(text: str) -> str:
     """The text with plain newlines, no control characters, no trailing blanks and at most two empty lines in a row."""
     text = _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
-    return _EMPTY_LINES.sub("\n\n\n", _TRAILING.sub("", text)).strip()
+    # Line by line: a pattern for blanks before a newline takes the square of the longest run of blanks.
+    text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
+    return _EMPTY_LINES.sub("\n\n\n", text).strip()
 
 
 def read_text(path: Path) -> str | None:
@@ -42,7 +45,7 @@ def read_text(path: Path) -> str | None:
     try:
         data = gzip.decompress(data) if path.suffix == ".gz" else data
         return None if b"\0" in data else data.decode()
-    except (UnicodeDecodeError, OSError, EOFError):
+    except (UnicodeDecodeError, OSError, EOFError, zlib.error):
         return None
 
 
@@ -102,7 +105,10 @@ def from_dataset(name: str, *, split: str = "train", field: str = "text", most: 
                     return
                 if field not in row:
                     raise CorpusError(f"{name} has no field {field!r}; it has {', '.join(row)}")
-                yield row[field]
+                if isinstance(row[field], str):
+                    yield row[field]
+                else:
+                    counts["not text"] += 1
         except (OSError, RuntimeError) as error:  # what the hub's client raises without a network
             raise CorpusError(f"the dataset {name} cannot be read: {error}") from error
 

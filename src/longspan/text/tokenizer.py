@@ -3,6 +3,7 @@
 Every text becomes ``begin, text, end``: with a token before the first word, the first word too is predicted.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +35,10 @@ class Tokenizer:
     begin: int
     end: int
 
-    @property
+    @functools.cached_property
     def vocabulary(self) -> int:
-        return self.backend.get_vocab_size()
+        """One more than the largest id: of ids with gaps there are fewer."""
+        return max(self.backend.get_vocab().values()) + 1
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without marks."""
