@@ -16,7 +16,7 @@ from longspan.text import corpora
 from longspan.text.corpora import Corpus, build_corpus, open_corpus, split_texts
 from longspan.text.documents import CorpusError, clean, from_dataset, from_folder, from_installed
 from longspan.text.shards import ShardWriter, TokenStream
-from longspan.text.tokenizer import load_tokenizer, train_tokenizer
+from longspan.text.tokenizer import in_pieces, load_tokenizer, train_tokenizer
 
 TEXTS = ["The river sings slowly. " * 20, "Zahlen: 1234567 und 42; naïve café ☕\n\n\ttabbed\n" * 9, "x" * 500]
 
@@ -115,6 +115,19 @@ def test_without_the_package_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(CorpusError, match=r"pip install 'longspan\[lm\]'"):
         train_tokenizer(TEXTS, 300)
+
+
+@pytest.mark.parametrize("text", ["abcdefgh" * 100_000, " " * 500_000 + "a"], ids=["one-word", "blanks"])
+def test_a_text_without_a_break_trains_a_tokenizer_in_a_moment(text: str) -> None:
+    """The trainer takes the square of the longest word."""
+    tokenizer = train_tokenizer([text, *TEXTS], 300)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_only_what_is_too_long_is_cut_for_the_trainer() -> None:
+    texts = [*TEXTS, "x" * 25_000 + "  river " + "y" * 10_000, ""]
+    assert "".join(in_pieces(texts)) == "".join(texts)
+    assert [len(piece) for piece in in_pieces(texts)] == [*map(len, TEXTS), 10_000, 10_000, 15_008]
 
 
 def test_every_digit_is_a_token() -> None:

@@ -4,7 +4,8 @@ Every text becomes ``begin, text, end``: with a token before the first word, the
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ _MARKS = (
     ("<|endoftext|>", "<|endoftext|>"),
 )
 _SMALLEST = 256 + 2  # every byte and the two marks
+_LONGEST_WORD = 10_000  # characters; the trainer of the package takes the square of them
+_UNBROKEN = re.compile(rf"(?<!\S)\S{{{_LONGEST_WORD + 1},}}|(?<!\s)\s{{{_LONGEST_WORD + 1},}}")
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,20 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator(in_pieces(texts), trainer)
     return _marked(backend, "the trained tokenizer")
+
+
+def in_pieces(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, cut where a word or a gap is longer than a trainer should meet."""
+    for text in texts:
+        start = 0
+        for run in _UNBROKEN.finditer(text):
+            for end in range(run.start() + _LONGEST_WORD, run.end(), _LONGEST_WORD):
+                yield text[start:end]
+                start = end
+        if start < len(text):
+            yield text[start:]
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
