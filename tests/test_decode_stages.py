@@ -227,3 +227,20 @@ def test_the_same_bits_every_time(name: str, device: torch.device) -> None:
 def test_long_caches_on_both_ways(name: str, most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     set_to(monkeypatch, {"SHORT": 0, "MOST_SURVIVORS": most})
     assert_is_the_oracles(made(LARGE[name], DTYPES[1], device))
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("unknown", [-1, 1_000_000])
+def test_what_holds_no_token_of_a_sequence_may_be_anything(impl: str, unknown: int, device: torch.device) -> None:
+    """Entries of a table before and beyond a sequence, and the keys and values in its own pages that are not its."""
+    step = Step(batch=2, lengths=(150, 200), starts=(70, 140), room=5 * PAGE, slopes=(0.3, 0.0), paged=True)
+    call = made(step, torch.float32, device)
+    expected = decode(**in_float64(call), impl="reference")
+    table = call["table"]
+    for item, pages in enumerate((range(1, 3), range(2, 4))):
+        for column in set(range(table.shape[1])) - set(pages):
+            table[item, column] = unknown
+    for item, (start, page) in enumerate(((70, 1), (140, 2))):
+        for pool in (call["k"], call["v"]):
+            pool[table[item, page], :, : start % PAGE] = torch.nan
+    torch.testing.assert_close(decode(**call, impl=impl).double(), expected, rtol=0, atol=1e-5)

@@ -132,7 +132,7 @@ def decode(
         scales: (batch, heads, query_time), a factor of every query's products beside `scale`.
         lengths: (batch,), tokens of every sequence in the cache with the new ones, all the room by default. Query i
             stands at ``lengths - query_time + i``. What lies beyond is never looked at.
-        starts: (batch,), where every sequence begins, 0 by default: keys before it are hidden.
+        starts: (batch,), where every sequence begins, 0 by default. What lies before is never looked at.
         table: (batch, pages), int32: which page of the pool holds the keys from ``64 * column`` on; needs `lengths`.
         summary: lets the kernels leave out pages that provably hold no survivor; the result does not depend on it.
         impl: "triton" (a GPU's kernels), "reference" (dense) or "auto".
@@ -151,8 +151,19 @@ def decode(
     if reason is None and (impl == "triton" or (impl == "auto" and q.is_cuda)):
         return _by_kernels(q, k, v, alpha, where, return_stats)
     if table is not None:
-        k, v = (pool[table.long()].transpose(1, 2).flatten(2, 3) for pool in (k, v))
+        assert lengths is not None
+        pages = _pages_in_use(table, lengths, starts)
+        k, v = (pool[pages].transpose(1, 2).flatten(2, 3) for pool in (k, v))
     return _dense(q, k, v, alpha, where, return_stats)
+
+
+def _pages_in_use(table: Tensor, lengths: Tensor, starts: Tensor | None) -> Tensor:
+    """The table with a page that there is in the place of entries that hold no token, which may be anything."""
+    first = torch.arange(table.shape[1], device=table.device) * PAGE
+    used = first < lengths[:, None]
+    if starts is not None:
+        used &= first + PAGE > starts[:, None]
+    return torch.where(used, table, 0).long()
 
 
 def kernels_cannot(q: Tensor, v: Tensor) -> str | None:
@@ -262,9 +273,9 @@ def _dense(
     where: CacheRules,
     return_stats: bool,
 ) -> Tensor | tuple[Tensor, AttentionStats]:
-    scores, beyond = dense_decode_scores(q, k, where)
+    scores, empty = dense_decode_scores(q, k, where)
     p = entmax(scores, alpha)
-    values = v.to(scores.dtype).masked_fill(beyond[:, None, :, None], 0)
+    values = v.to(scores.dtype).masked_fill(empty[:, None, :, None], 0)
     out = grouped_product(p, values).to(q.dtype)
     if not return_stats:
         return out
@@ -279,7 +290,7 @@ def dense_decode_scores(q: Tensor, k: Tensor, where: CacheRules) -> tuple[Tensor
     keys = torch.arange(k.shape[2], device=q.device)
     end = torch.full(q.shape[:1], k.shape[2], device=q.device) if lengths is None else lengths.clamp_max(k.shape[2])
     positions = end[:, None] - q.shape[2] + torch.arange(q.shape[2], device=q.device)  # (B, T)
-    beyond = keys >= end[:, None]
+    empty = keys >= end[:, None]
     scores = grouped_product(q.to(dtype) * scale, k.to(dtype).transpose(-1, -2))
     if scales is not None:
         scores = scores * scales.to(dtype)[..., None]
@@ -289,4 +300,5 @@ def dense_decode_scores(q: Tensor, k: Tensor, where: CacheRules) -> tuple[Tensor
     hidden = keys > positions[..., None]  # (B, T, keys)
     if starts is not None:
         hidden = hidden | (keys < starts[:, None, None])
-    return scores.masked_fill(hidden[:, None], -torch.inf), beyond
+        empty = empty | (keys < starts[:, None])
+    return scores.masked_fill(hidden[:, None], -torch.inf), empty
