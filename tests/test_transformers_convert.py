@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_transformers_models import Copies
-from tiny_transformers import FAMILIES, gradients, greedy, padded, sharpened, tiny, tokens
+from tiny_transformers import FAMILIES, config_of, gradients, greedy, padded, sharpened, tiny, tokens
 from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainingArguments
 
 import longspan
@@ -65,6 +65,17 @@ def test_a_converted_layer_is_what_its_equations_say() -> None:
     positions = torch.arange(9)[None]
     found, _ = layer(x, position_embeddings=model.model.rotary_emb(x, positions), attention_mask=None)
     assert torch.allclose(found, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_need_not_say_how_wide_a_head_is(family: str, tmp_path: Path) -> None:
+    """Those of Qwen 2 have no such field."""
+    config = config_of(family).to_dict()
+    del config["head_dim"]
+    model = convert(AutoModelForCausalLM.from_config(type(config_of(family))(**config)).eval())
+    ids = tokens(1, 9)
+    model.save_pretrained(tmp_path)
+    assert torch.allclose(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits, atol=1e-5)
 
 
 @pytest.mark.parametrize("position", ["nape", "keep"])

@@ -184,7 +184,8 @@ _SCALERS = {
 
 
 def _parts(config: PreTrainedConfig) -> Parts:
-    heads, head_dim = config.num_attention_heads, config.head_dim
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads  # not every family's config has it
     with torch.device("cpu"):  # with values, whatever the device that a model is being built on
         nape = config.longspan_position == "nape"
         position = NAPE(heads, head_dim, exponential_slopes) if nape else NoPE(heads, head_dim)
