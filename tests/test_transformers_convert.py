@@ -204,6 +204,8 @@ def test_what_cannot_be_converted_is_refused() -> None:
         convert(model, "topk")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="position must be 'nape' or 'keep'"):
         convert(model, position="alibi")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="alpha must be between 1 and 64"):
+        convert(model, alpha=0.5)
     assert type(model).__name__ == "LlamaForCausalLM"  # as it was
     with pytest.raises(ValueError, match="at least 2 heads"):
         convert(tiny("llama", "eager", num_attention_heads=1, num_key_value_heads=1, hidden_size=8))

@@ -58,6 +58,7 @@ def convert(
         names = ", ".join(known.__name__ for known in _LAYERS)
         raise TypeError(f"cannot convert a {type(model).__name__}; what can be is {names}")
     _check(method, position)
+    _check_alpha(alpha)
     config = model.config
     if position == "nape" and config.num_attention_heads < 2:
         raise ValueError("NAPE needs at least 2 heads, one of each kind")
@@ -78,6 +79,11 @@ def _check(method: str, position: str) -> None:
         raise ValueError(f"position must be 'nape' or 'keep', got {position!r}")
 
 
+def _check_alpha(alpha: float) -> None:
+    if not 1 <= alpha <= 64:
+        raise ValueError(f"alpha must be between 1 and 64, got {alpha}")
+
+
 def set_alpha(model: nn.Module, alpha: float) -> None:
     """Set alpha of every layer of a model of transformers that runs our attention; it is saved with the config.
 
@@ -86,8 +92,7 @@ def set_alpha(model: nn.Module, alpha: float) -> None:
     from longspan.integrations.transformers.model import LongspanForCausalLM
     from longspan.nn.normalizers import Entmax
 
-    if not 1 <= alpha <= 64:
-        raise ValueError(f"alpha must be between 1 and 64, got {alpha}")
+    _check_alpha(alpha)
     ours = next((part for part in model.modules() if isinstance(part, LongspanForCausalLM)), None)
     if ours is not None:
         layers = [layer for layer in ours.modules() if isinstance(layer, Entmax)]
