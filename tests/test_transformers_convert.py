@@ -1,6 +1,7 @@
 """`convert`: a pretrained model starts as it was, and is afterwards what its equations say."""
 
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,16 @@ def test_saved_and_loaded_it_has_its_scales(family: str, method: str, tmp_path: 
     learned = [name for name, _ in back.named_parameters() if ".longspan." in name]
     assert learned
     assert all(torch.equal(back.get_parameter(name), model.get_parameter(name)) for name in learned)
+
+
+def test_it_can_be_pickled() -> None:
+    """For whoever sends it to another process."""
+    model = converted("llama")
+    back = pickle.loads(pickle.dumps(model))
+    assert type(back) is type(model)
+    assert type(pickle.loads(pickle.dumps(model.config))) is type(model.config)
+    ids = tokens(1, 5)
+    assert torch.equal(back(ids).logits, model(ids).logits)
 
 
 def test_one_from_a_config_starts_with_a_scale_of_one() -> None:

@@ -239,3 +239,7 @@ def _converted_class(original: type[PreTrainedModel], attention: type[nn.Module]
 
 
 _CONVERTED = {original: _converted_class(original, attention) for original, attention in _LAYERS.items()}
+# Under their names in this module, which is where pickle looks for them.
+globals().update(
+    {kind.__name__: kind for made in _CONVERTED.values() for kind in (made, made.config_class, made._layer)}
+)
