@@ -265,6 +265,22 @@ def test_slopes() -> None:
     assert ALiBi(4, 8).scaled.all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", POSITIONS)
+def test_a_model_in_half_precision_keeps_its_positions(name: str, dtype: torch.dtype) -> None:
+    """A frequency of 8 bits turns by another angle after a few hundred tokens, and 1/3 is no slope of that dtype."""
+    exact, finer = POSITIONS[name](6, 16), exponential_slopes(16)
+    torch.set_default_dtype(dtype)  # as transformers does while it builds a model of that dtype
+    try:
+        built = POSITIONS[name](6, 16)
+        assert torch.equal(exponential_slopes(16), finer)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for position in (built, torch.nn.Sequential(POSITIONS[name](6, 16)).to(dtype)[0]):
+        for buffer, value in position.named_buffers():
+            torch.testing.assert_close(value, exact.get_buffer(buffer), rtol=0, atol=0)
+
+
 def test_rope_depends_on_distance_alone_and_keeps_norms() -> None:
     rope = RoPE(1, 16)
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)

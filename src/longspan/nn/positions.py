@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +12,16 @@ Slopes = Callable[[int], Tensor]
 
 def linear_slopes(num_heads: int) -> Tensor:
     """1, 1/2, 1/3, ...: the paper's, for the synthetic tasks."""
-    return 1 / torch.arange(1, num_heads + 1)
+    return 1 / torch.arange(1, num_heads + 1, dtype=torch.float32)
 
 
 def exponential_slopes(num_heads: int) -> Tensor:
     """2^(-8h/H), the original's (Press et al. 2022): between powers of two, every other slope of the next one."""
     whole = 1 << (num_heads.bit_length() - 1)
-    slopes = 2.0 ** (-8 * torch.arange(1, whole + 1) / whole)
+    slopes = 2.0 ** (-8 * torch.arange(1, whole + 1, dtype=torch.float32) / whole)
     if whole == num_heads:
         return slopes
-    finer = 2.0 ** (-8 * torch.arange(1, 2 * whole + 1) / (2 * whole))
+    finer = 2.0 ** (-8 * torch.arange(1, 2 * whole + 1, dtype=torch.float32) / (2 * whole))
     return torch.cat([slopes, finer[::2][: num_heads - whole]])
 
 
@@ -42,6 +42,16 @@ class Position(nn.Module):
         # Derived from the arguments, so not part of a checkpoint.
         self.register_buffer("slopes", slopes, persistent=False)
         self.register_buffer("scaled", all_heads if scaled is None else scaled, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Follows its model anywhere but into half precision, which has too few digits to count a long context in."""
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            now = self.get_buffer(name)
+            if now.is_floating_point() and now.dtype.itemsize < torch.float32.itemsize:
+                setattr(self, name, buffer.to(now.device, torch.float32))
+        return self
 
     def rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
         """Queries or keys (batch, heads, time, head_dim) turned to their positions (time,) or (batch, time)."""
