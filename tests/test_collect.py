@@ -120,6 +120,25 @@ def test_rows_are_collected_once_and_old_ones_are_completed(measured: Path, tmp_
     assert collect([tmp_path / "copy.jsonl"], tmp_path / "other") == {"copy": 1}
 
 
+def test_rows_of_a_language_model_are_told_apart_by_how_they_were_measured(tmp_path: Path) -> None:
+    known = {"config": "c0ffee", "seed": 0, "step": 5, "length": 64, "context": 64, "recipe": "lm/tiny/rope/softmax"}
+    known |= {"method": "softmax", "position": "rope", "rope_base": 1e4, "time": "2026-01-01T00:00:00Z", "value": 1.0}
+    reading = known | {"task": "lm-perplexity", "scoring": "same", "documents": 9}
+    tuned = known | {"task": "s-niah-1", "recipe": "lm/tiny/rope/softmax+needles", "samples": 10, "answer_tokens": 16}
+    rows = [
+        reading, reading | {"scoring": "all"}, reading | {"rope_base": 5e5}, reading | {"length": 128},
+        known | {"task": "s-niah-1", "samples": 10, "answer_tokens": 16}, tuned, tuned | {"task": "s-niah-2"},
+        tuned | {"rope_base": 5e5}, tuned | {"answer_tokens": 128},
+        *(known | {"task": "lm-short", "benchmark": name, "samples": 10} for name in ("piqa", "lambada")),
+    ]  # fmt: skip
+    run = tmp_path / "run"  # one that was tuned has no log
+    append_rows(run / "results.jsonl", rows)
+    (run / "config.json").write_text('{"corpus": "text"}')
+    told = {"lm-perplexity": 4, "lm-short": 2, "s-niah-1": 4, "s-niah-2": 1}
+    assert collect([run], tmp_path / "results") == told
+    assert collect([run, run / "results.jsonl"], tmp_path / "results") == dict.fromkeys(told, 0)
+
+
 def test_a_run_that_went_on_gets_another_row(tmp_path: Path) -> None:
     run = log(tmp_path / "run", {"event": "start", "step": 0}, {"event": "stopped", "step": 5, "seconds": 1.0})
     assert collect([run], tmp_path) == {"copy": 1}

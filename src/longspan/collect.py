@@ -21,6 +21,9 @@ ESCAPED = 0.9  # accuracy by token above which a run has left the plateau
 _ENDINGS = ("finished", "stopped", "diverged", "failed")
 _PROVENANCE = ("commit", "command", "device", "torch", "python")
 
+# What besides the run tells rows of a language model apart: one is measured in many ways.
+_MEASURED_BY = ("task", "recipe", "benchmark", "scoring", "rope_base", "answer_tokens", "documents", "shots", "limit")
+
 Key = tuple[object, ...]
 
 
@@ -50,7 +53,13 @@ def run_row(folder: Path) -> Row:
 
 
 def rows_of_run(folder: Path) -> Iterator[Row]:
-    """The row on a run and everything that it measured; what rows of an older kind leave out is filled in."""
+    """The row on a run and everything that it measured; what rows of an older kind leave out is filled in.
+
+    Of a language model there are only the measurements, which say all of it themselves.
+    """
+    if _is_language(folder):
+        yield from read_rows(folder / "results.jsonl") if (folder / "results.jsonl").exists() else ()
+        return
     if not (folder / "config.json").is_file() or not (folder / "log.jsonl").is_file():
         raise ValueError(f"{folder} is not the folder of a run: it has no config.json or no log.jsonl")
     known = identity(_config(folder))
@@ -63,7 +72,8 @@ def key_of(row: Row) -> Key:
     """What two rows share exactly when one of them is enough."""
     if row.get("event") == "run":
         return "run", row["config"], row["seed"], row["ending"], row["step"]
-    return row["config"], row["seed"], row["step"], row["length"], row["samples"], purpose_of(row)
+    measured = row["config"], row["seed"], row["step"], row["length"], row.get("samples"), purpose_of(row)
+    return (*measured, *(row.get(name) for name in _MEASURED_BY)) if "context" in row else measured
 
 
 def is_row(row: Row) -> bool:
@@ -129,6 +139,12 @@ def keep_weights(run: Path, into: Path) -> Path:
     half = {name: tensor.half() for name, tensor in loaded.tensors.items() if name.startswith(prefix)}
     checkpoints.save(into / run.name / "best", replace(loaded, tensors=half), keep=1)
     return into / run.name
+
+
+def _is_language(folder: Path) -> bool:
+    """Whether it holds the run of a language model: only these are trained on a corpus."""
+    path = folder / "config.json"
+    return path.is_file() and "corpus" in json.loads(path.read_text())
 
 
 def _config(folder: Path) -> RunConfig:
