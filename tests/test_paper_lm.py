@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from test_cli import succeed
 
-from longspan.cli.lm_tables import language_lines
+from longspan.cli.lm_tables import Line, language_lines
 from longspan.paper.language import (
     ARXIV,
     LANGUAGE_TABLES,
@@ -72,6 +72,28 @@ def test_the_texts_claims_are_as_noted() -> None:
 def row(task: str, length: int, value: float, **more: Any) -> Row:
     defaults = {"recipe": "lm/50m/nape/softmax", "position": "nape", "method": "softmax", "rope_base": None}
     return {**defaults, "task": task, "length": length, "value": value, "seed": 0, "metric": "", "time": "1", **more}
+
+
+def test_models_trained_in_other_ways_have_lines_of_their_own() -> None:
+    recipe = {"context": 1024, "step": 2000}  # the preset's
+    rows = [
+        row("lm-perplexity", 1024, 10, **recipe),
+        row("lm-perplexity", 1024, 11, **recipe | {"step": 1600}),
+        row("lm-perplexity", 2048, 12, **recipe | {"step": 1600}),
+        row("lm-perplexity", 2048, 13, **recipe | {"context": 256, "step": 20}),
+        row("lm-perplexity", 1024, 14, **recipe | {"recipe": "lm/own/nape/softmax"}),
+    ]
+    lines = {line.source: {length: cell.mean for length, cell in line.cells.items()} for line in _ours(rows)}
+    assert lines == {
+        "lm/50m": {1024: 10},
+        "lm/50m, 1,600 steps": {1024: 11, 2048: 12},
+        "lm/50m, 20 steps of 256 tokens": {2048: 13},
+        "lm/own": {1024: 14},
+    }
+
+
+def _ours(rows: list[Row]) -> list[Line]:
+    return [line for line in language_lines(rows, OWN_CORPUS) if line.source != "paper"]
 
 
 def test_our_lines_follow_the_papers() -> None:

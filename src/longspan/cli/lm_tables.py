@@ -73,13 +73,25 @@ def _our_lines(rows: Iterable[Row]) -> list[Line]:
 def _origin(row: Row) -> tuple[str, str, str]:
     """Position, method, and the recipe without them: a size and the edits of the command line."""
     base, plus, edits = row["recipe"].partition("+")
-    source = base.removesuffix(f"/{row['position']}/{row['method']}") + plus + edits
+    size = base.removesuffix(f"/{row['position']}/{row['method']}")
+    source = size + plus + edits + _otherwise_trained(size, row)
     if row.get("scoring"):
         source += {"same": ", same tokens", "all": ", all tokens"}[row["scoring"]]
     position = row["position"]
     if "rope_base=" not in edits and (rope := row.get("rope_base")) not in (None, _TRAINED_BASE):
         position += "+abf" if rope == _ADJUSTED_BASE else f"+abf={rope:g}"
     return position, row["method"], source or "unnamed"
+
+
+def _otherwise_trained(size: str, row: Row) -> str:
+    """Steps and tokens that are not those of the preset: the recipe does not tell them."""
+    from longspan.train.lm import RECIPES
+
+    preset = RECIPES.get(size.removeprefix("lm/"))
+    if preset is None or "step" not in row or (row["step"], row["context"]) == (preset.steps, preset.context):
+        return ""
+    tokens = "" if row["context"] == preset.context else f" of {row['context']:,} tokens"
+    return f", {row['step']:,} steps{tokens}"
 
 
 def _columns(table: LanguageTable, lines: Sequence[Line]) -> list[Column]:
