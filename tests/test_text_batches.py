@@ -109,6 +109,15 @@ def test_a_needle_is_where_and_as_long_as_asked(corpus: Corpus, task: str, lengt
     assert needle.prompt.endswith(f"The special magic number for {key} mentioned in the provided text is")
 
 
+def test_a_word_without_end_does_not_leave_the_haystack_empty(corpus: Corpus) -> None:
+    essays = ["A first line. " + "rivers" * 5000 + " A last line."]
+    maker = NeedleMaker("s-niah-2", corpus.tokenizer, essays=essays, answer_tokens=16)
+    least = len(max(sentences(essays), key=len))  # a letter is a token at most
+    assert least < 5000
+    for seed in range(4):
+        assert 20_000 - 16 - least <= maker.make(20_000, 0.5, seed).tokens <= 20_000 - 16
+
+
 def test_samples_differ_and_repeat(corpus: Corpus) -> None:
     maker = NeedleMaker("s-niah-2", corpus.tokenizer, essays=essays(corpus), answer_tokens=16)
     samples = maker.samples(500, 45)

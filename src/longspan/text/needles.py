@@ -57,7 +57,10 @@ shadow shell signal spoon spring stone storm summit table temple thread thunder 
 wagon walnut water whistle willow window winter wolf yard
 """.split()  # noqa: SIM905
 
-_LONGEST_SENTENCE = 40  # words; a table or a listing without full stops is cut there, so that haystacks fill up
+# Words of a sentence and letters of a word; a listing without full stops, or what has no blanks, is cut there, so that
+# haystacks fill up.
+_LONGEST_SENTENCE, _LONGEST_WORD = 40, 100
+_WORD = re.compile(rf"\S{{1,{_LONGEST_WORD}}}")
 # A sentence ends in a full stop, question or exclamation mark, maybe closed by a quote, before a blank.
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
 
@@ -80,7 +83,7 @@ def sentences(texts: Iterable[str]) -> Iterator[str]:
     """The sentences of texts, each on one line."""
     for text in texts:
         for sentence in _SENTENCE_END.split(" ".join(text.split())):
-            words = sentence.split()
+            words = _WORD.findall(sentence)
             for start in range(0, len(words), _LONGEST_SENTENCE):
                 yield " ".join(words[start : start + _LONGEST_SENTENCE])
 
