@@ -56,6 +56,17 @@ def test_a_reset_cache_is_a_new_one_in_the_same_memory() -> None:
     assert attention(inputs(5, batch=3), cache=cache).shape == (3, 5, DIM)  # another batch takes memory of its own
 
 
+def test_memory_that_does_not_serve_again_is_left() -> None:
+    cache = KVCache(room=9)
+    with torch.inference_mode():  # which nobody may write to outside of it
+        cache.append(keys(3), keys(3), None)
+    k, _, _ = cache.append(keys(2), keys(2), None)
+    assert torch.equal(k, torch.cat([keys(3), keys(2)], dim=2))
+    cache.reset(9)
+    narrow = keys(4)[..., :5]
+    assert torch.equal(cache.append(narrow, narrow, None)[0], narrow)
+
+
 @pytest.mark.parametrize(
     "times", [(200,), (1, 62, 1, 1, 63, 2, 70), (5, *[1] * 130)], ids=["whole", "pieces", "tokens"]
 )

@@ -92,18 +92,32 @@ class KVCache:
         return self._summary.first(self._length)
 
     def _store(self, room: Tensor | None, new: Tensor) -> Tensor:
-        batch, heads, time, dim = new.shape
-        end = self._length + time
-        if room is not None and not self._length and (room.shape[:2] != new.shape[:2] or room.dtype != new.dtype):
-            room = None  # what a reset left does not fit
-        if room is not None and room.shape[0] != batch:
-            raise ValueError(f"the cache holds a batch of {room.shape[0]}, the new tokens are a batch of {batch}")
-        if room is None or end > room.shape[2]:
-            larger = new.new_empty(batch, heads, max(end, 2 * self._length, self._room), dim)
-            if room is not None:
-                larger[:, :, : self._length] = room[:, :, : self._length]
-            room = larger
-        elif room.requires_grad or new.requires_grad:
-            room = room.clone()
-        room[:, :, self._length : end] = new
-        return room
+        if room is not None and not self._length and not _fits(room, new):
+            room = None  # what a reset left
+        if room is not None and room.shape[0] != new.shape[0]:
+            raise ValueError(f"the cache holds a batch of {room.shape[0]}, the new tokens are a batch of {len(new)}")
+        return extended(room, self._length, new, self._room)
+
+
+def _fits(memory: Tensor, new: Tensor) -> bool:
+    same_kind = memory.dtype == new.dtype and memory.device == new.device
+    return same_kind and memory.shape[:2] == new.shape[:2] and memory.shape[3] == new.shape[3]
+
+
+def extended(memory: Tensor | None, length: int, new: Tensor, room: int) -> Tensor:
+    """Memory (batch, heads, tokens, dim) with the new tokens behind its first `length`.
+
+    The same memory if they fit and may be written there; else some that is larger, with room for at least `room`.
+    """
+    batch, heads, time, dim = new.shape
+    end = length + time
+    outlives = memory is not None and memory.is_inference() and not torch.is_inference_mode_enabled()
+    if memory is None or end > memory.shape[2] or outlives:
+        larger = new.new_empty(batch, heads, max(end, 2 * length, room), dim)
+        if memory is not None:
+            larger[:, :, :length] = memory[:, :, :length]
+        memory = larger
+    elif memory.requires_grad or new.requires_grad:
+        memory = memory.clone()
+    memory[:, :, length:end] = new
+    return memory
