@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 
 from longspan.integrations.transformers.anneal import AnnealAlpha, annealed
 from longspan.integrations.transformers.attention import longspan_attention
+from longspan.integrations.transformers.cache import GrowingCache
 from longspan.integrations.transformers.config import LongspanConfig
 from longspan.integrations.transformers.convert import convert, set_alpha
 from longspan.integrations.transformers.masks import longspan_mask
@@ -25,6 +26,7 @@ AutoModelForCausalLM.register(LongspanConfig, LongspanForCausalLM)
 
 __all__ = [
     "AnnealAlpha",
+    "GrowingCache",
     "LongspanConfig",
     "LongspanForCausalLM",
     "annealed",

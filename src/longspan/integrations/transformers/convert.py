@@ -17,6 +17,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2ForCau
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCausalLM
 
 from longspan.integrations.transformers.attention import Parts
+from longspan.integrations.transformers.cache import GeneratesWithoutCopies
 from longspan.nn.positions import NAPE, NoPE, exponential_slopes
 from longspan.nn.scalers import Adaptive, NoScale, Scalable, Scaler, SSMax
 
@@ -122,7 +123,7 @@ class _ConvertedConfig(PreTrainedConfig):
         _check(self.longspan_method, self.longspan_position)
 
 
-class _Converted(PreTrainedModel):
+class _Converted(GeneratesWithoutCopies, PreTrainedModel):
     """What a converted model does beyond the original."""
 
     _layer: ClassVar[type[nn.Module]]  # the class of its converted attention layers

@@ -11,6 +11,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longspan.integrations.transformers.attention import attend, attention_map, scaled, scoring_of
+from longspan.integrations.transformers.cache import GeneratesWithoutCopies
 from longspan.integrations.transformers.config import LongspanConfig
 from longspan.integrations.transformers.masks import View, read_mask
 from longspan.nn.attention import Attention
@@ -49,7 +50,7 @@ class HubAttention(Attention):
         return self.output(attend(q, k, v, view, scoring).transpose(1, 2).flatten(2))
 
 
-class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
+class LongspanForCausalLM(GeneratesWithoutCopies, PreTrainedModel, GenerationMixin):
     """`longspan.nn`'s `Decoder` or `Llama`, whichever the config's `style` says, as `decoder`."""
 
     config_class = LongspanConfig
