@@ -16,6 +16,7 @@ import random
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, cycle, islice
 from typing import Literal
@@ -105,7 +106,7 @@ class NeedleMaker:
         self._hay = [NOISE] if HAYSTACKS[task] == "noise" else list(sentences(essays))
         if not self._hay:
             raise CorpusError(f"{task} hides its needle in essays, and there are none")
-        self._sizes = [len(tokenizer.encode(self.separator + line)) for line in self._hay]
+        self._sizes = list(map(len, tokenizer.encode_all([self.separator + line for line in self._hay])))
 
     def make(self, length: int, depth: float, seed: int) -> Needle:
         """The sample of a seed with `length` tokens, the answer's room included, and its needle at `depth`."""
@@ -133,7 +134,12 @@ class NeedleMaker:
 
     def samples(self, length: int, count: int, seed: int = 0) -> list[Needle]:
         """`count` samples of a length, their depths spread as RULER's."""
-        return [self.make(length, DEPTHS[number % len(DEPTHS)], seed * 1_000_003 + number) for number in range(count)]
+
+        def sample(number: int) -> Needle:
+            return self.make(length, DEPTHS[number % len(DEPTHS)], seed * 1_000_003 + number)
+
+        with ThreadPoolExecutor() as pool:  # most of the time is the tokenizer's, which threads share out
+            return list(pool.map(sample, range(count)))
 
     def _lines(self, first: int, count: int) -> list[str]:
         return list(islice(cycle(self._hay), first, first + count))

@@ -45,12 +45,15 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without marks."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts, without marks; other threads run meanwhile."""
+        return [encoded.ids for encoded in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of whole documents, with their marks."""
-        encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [[self.begin, *document.ids, self.end] for document in encoded]
+        return [[self.begin, *ids, self.end] for ids in self.encode_all(texts)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, marks left out."""

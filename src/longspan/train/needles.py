@@ -9,6 +9,7 @@ question was understood.
 import functools
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -70,7 +71,8 @@ def lesson(makers: Sequence[NeedleMaker], number: int, context: int, tuning: Tun
 
 def lessons(makers: Sequence[NeedleMaker], context: int, tuning: Tuning) -> list[Lesson]:
     """All the lessons of a tuning."""
-    return [lesson(makers, number, context, tuning) for number in range(tuning.samples)]
+    with ThreadPoolExecutor() as pool:  # as `NeedleMaker.samples`
+        return list(pool.map(lambda number: lesson(makers, number, context, tuning), range(tuning.samples)))
 
 
 @functools.lru_cache(maxsize=1)
