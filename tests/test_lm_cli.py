@@ -51,7 +51,8 @@ def test_a_run_is_named_after_what_it_is(trained: Path) -> None:
 @pytest.mark.parametrize("scoring", ["same", "all"])
 def test_perplexity_writes_a_row_a_length(trained: Path, scoring: str) -> None:
     before = len(list(read_rows(trained / "run/results.jsonl"))) if (trained / "run/results.jsonl").exists() else 0
-    succeed("lm", "perplexity", "run", f"--scoring={scoring}", "--length=32", "--length=128", "--device=cpu")
+    said = succeed("lm", "perplexity", "run", f"--scoring={scoring}", "--length=32", "--length=128", "--device=cpu")
+    assert "95 %" in next(line for line in said.splitlines() if "nats a token more" in line)  # a pipe has any width
     rows = list(read_rows(trained / "run/results.jsonl"))[before:]
     assert [(row["task"], row["length"], row["scoring"]) for row in rows] == [
         ("lm-perplexity", 32, scoring),

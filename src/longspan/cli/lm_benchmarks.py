@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from longspan.cli.console import console
+from longspan.cli.console import console, print_whole
 from longspan.cli.lm_measure import CorpusFolder, Device, RopeBase, Run, opened
 
 SHORT = "lambada_openai,hellaswag,piqa,arc_challenge,winogrande,openbookqa"
@@ -54,5 +54,5 @@ def evaluate(
         error = "-" if score.error is None else f"{score.error:.2f}"
         name = score.benchmark if score.length is None else f"{score.benchmark}, {score.length} tokens"
         shown.add_row(name, score.metric, f"{score.value:.2f}", error, str(score.samples))
-    console.print(shown)
+    print_whole(shown)
     console.print(f"rows: {run / 'results.jsonl'}", highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ import torch
 import typer
 from rich.table import Table
 
-from longspan.cli.console import console, device_named
+from longspan.cli.console import console, device_named, print_whole
 from longspan.results import append_rows, provenance
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def perplexity(
         change = f"{more.value:+.4f} ({more.low:+.4f} to {more.high:+.4f})" if scoring == "same" else "-"
         numbers = (f"{found.value:.2f}", f"{found.low:.2f} to {found.high:.2f}", change, f"{found.tokens:,}")
         shown.add_row(str(length), *numbers, str(found.documents), f"{found.seconds:.1f}")
-    console.print(shown)
+    print_whole(shown)
     console.print(f"rows: {run / 'results.jsonl'}", highlight=False, soft_wrap=True)
 
 
@@ -153,7 +153,7 @@ def needle(
         depths = " ".join("-" if value is None else f"{value:.0f}" for value in found.by_depth)
         numbers = (f"{found.value:.1f}", f"{found.low:.1f} to {found.high:.1f}", depths)
         shown.add_row(str(length), *numbers, str(found.samples), f"{found.seconds:.1f}")
-    console.print(shown)
+    print_whole(shown)
     console.print(f"rows: {run / 'results.jsonl'}", highlight=False, soft_wrap=True)
 
 
