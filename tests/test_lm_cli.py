@@ -51,8 +51,7 @@ def test_a_run_is_named_after_what_it_is(trained: Path) -> None:
 @pytest.mark.parametrize("scoring", ["same", "all"])
 def test_perplexity_writes_a_row_a_length(trained: Path, scoring: str) -> None:
     before = len(list(read_rows(trained / "run/results.jsonl"))) if (trained / "run/results.jsonl").exists() else 0
-    said = succeed("lm", "perplexity", "run", f"--scoring={scoring}", "--length=32", "--length=128", "--device=cpu")
-    assert "95 %" in next(line for line in said.splitlines() if "nats a token more" in line)  # a pipe has any width
+    succeed("lm", "perplexity", "run", f"--scoring={scoring}", "--length=32", "--length=128", "--device=cpu")
     rows = list(read_rows(trained / "run/results.jsonl"))[before:]
     assert [(row["task"], row["length"], row["scoring"]) for row in rows] == [
         ("lm-perplexity", 32, scoring),
@@ -61,6 +60,12 @@ def test_perplexity_writes_a_row_a_length(trained: Path, scoring: str) -> None:
     assert all(1 < row["low"] < row["value"] < row["high"] < 1000 for row in rows)
     assert rows[0]["tokens"] == rows[0]["documents"] * (16 if scoring == "same" else 32)
     assert {"commit", "command", "device", "method", "position", "seed", "step", "config"} <= rows[0].keys()
+
+
+def test_a_table_into_a_pipe_keeps_its_lines(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longspan.cli.console.console._width", 60)
+    said = succeed("lm", "perplexity", "run", "--length=32", "--device=cpu")
+    assert "95 %" in next(line for line in said.splitlines() if "nats a token more" in line)
 
 
 def test_another_base_is_in_the_row(trained: Path) -> None:
