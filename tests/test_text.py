@@ -228,13 +228,15 @@ def _flip(path: Path) -> None:
         ("shard-0000.bin", Path.unlink, "is missing"),
         ("shard-0000.json", _cut, "not the index of a shard"),
         ("shard-0000.json", lambda path: path.write_text('{"format": "other"}'), "format is 'other'"),
+        ("shard-0000.json", lambda path: path.write_text(path.read_text().replace("[3,", "[7,")), "not in order"),
         ("shard-0000.json", Path.unlink, "has no shards"),
     ],
-    ids=["cut", "flipped", "missing", "cut-index", "other-format", "no-index"],
+    ids=["cut", "flipped", "missing", "cut-index", "other-format", "flipped-index", "no-index"],
 )
 def test_a_damaged_shard_is_told(tmp_path: Path, name: str, damage: "object", message: str) -> None:
     writer = ShardWriter(tmp_path, 100)
-    writer.add([1, 2, 3, 4, 5])
+    writer.add([1, 2, 3])
+    writer.add([4, 5])
     writer.close()
     assert len(TokenStream(tmp_path)) == 5
     damage(tmp_path / name)  # type: ignore[operator]

@@ -14,7 +14,7 @@ import json
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -87,6 +87,8 @@ class Shard:
             tokens = index["tokens"]
             if not self.ends or self.ends[-1] != tokens:
                 raise ValueError(f"its documents end at {self.ends[-1:]}, its tokens at {tokens}")
+            if any(end < before for before, end in pairwise([0, *self.ends])):
+                raise ValueError("its documents are not in order")
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise CorpusError(
                 f"{index_path} is not the index of a shard: {error!r}. Build the corpus again."
