@@ -1,6 +1,7 @@
 """`longspan lm` from a folder of text to rows, and what it says when something is wrong."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +123,34 @@ def test_bad_input_is_told(
         cli.main()
     assert ended.value.code == 2
     assert message in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_corpus_of_other_tokens_is_not_taken_for_the_runs(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A vocabulary of the same size says nothing about what its tokens are."""
+
+    def refusal(*options: str) -> str:
+        monkeypatch.setattr("sys.argv", ["longspan", "lm", "generate", str(run), "The", "--device=cpu", *options])
+        with pytest.raises(SystemExit):
+            cli.main()
+        return capsys.readouterr().out.replace("\n", " ")
+
+    run, own = tmp_path / "run", tmp_path / "corpus"
+    write_texts(tmp_path / "texts", [60] * 40, seed=1)
+    shutil.copytree(trained / "corpus", own)
+    succeed("lm", "train", str(own), *SMALL, f"--out={run}")
+    options = ("--vocabulary=300", "--validation=0.2")
+    tokenizer = f"--tokenizer={own}"
+    succeed("lm", "corpus", f"{tmp_path / 'like'}", f"--folder={tmp_path / 'texts'}", *options, tokenizer)
+    succeed("lm", "generate", str(run), "The", "--device=cpu", f"--corpus={tmp_path / 'like'}")
+    for path in (tmp_path / "texts").iterdir():
+        path.write_text(path.read_text().replace("river", "ocean").replace("the", "these"))
+    succeed("lm", "corpus", f"{tmp_path / 'unlike'}", f"--folder={tmp_path / 'texts'}", *options)
+    assert "another tokenizer than the run's" in refusal(f"--corpus={tmp_path / 'unlike'}")
+    shutil.rmtree(own)
+    (tmp_path / "unlike").rename(own)
+    assert "holds other tokens" in refusal()
 
 
 def test_the_commands_are_listed() -> None:

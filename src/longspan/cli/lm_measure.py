@@ -78,9 +78,30 @@ def opened(folder: Path, corpus: Path | None, rope_base: float | None, device: s
         raise CorpusError(
             f"{text.folder} has {text.tokenizer.vocabulary} tokens, the model's vocabulary is {config.model.vocabulary}"
         )
+    _refuse_other_tokens(text, config, own=corpus is None)
     if rope_base is not None:
         rebase(model, rope_base)
     return Opened(folder, model, config, text, loaded.step, place)
+
+
+def _refuse_other_tokens(text: "Corpus", config: "LanguageConfig", own: bool) -> None:
+    """Raises CorpusError where ids mean other words than in training: two vocabularies may be of one size.
+
+    The run's own corpus must still hold the tokens it was trained on; another one must have its tokenizer, which can
+    be seen where the run's own is at hand.
+    """
+    from longspan.text.corpora import open_corpus
+    from longspan.text.documents import CorpusError
+
+    if own and text.checksum != config.data:
+        raise CorpusError(f"{text.folder} holds other tokens ({text.checksum}) than the run's ({config.data})")
+    trained_on = Path(config.corpus)
+    if not own and (trained_on / "corpus.json").is_file():
+        theirs = open_corpus(trained_on)
+        if theirs.checksum == config.data and theirs.tokenizer.backend.to_str() != text.tokenizer.backend.to_str():
+            raise CorpusError(
+                f"{text.folder} has another tokenizer than the run's: build it with --tokenizer {trained_on}"
+            )
 
 
 def perplexity(

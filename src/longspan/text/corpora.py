@@ -49,6 +49,11 @@ class Corpus:
             )
         return stream
 
+    @property
+    def checksum(self) -> str:
+        """That of the training tokens, as their shards tell it; they are not read."""
+        return TokenStream(self.folder / "train", verify=False).checksum
+
 
 def open_corpus(folder: Path) -> Corpus:
     """A corpus that `build_corpus` finished."""
