@@ -106,7 +106,7 @@ def language_recipe(
     steps = recipe.steps if steps is None else steps
     return LanguageConfig(
         corpus=str(corpus),
-        data=opened.split("train").checksum,
+        data=opened.checksum,  # the trainer reads the tokens
         model=model,
         name=f"lm/{size}/{position}/{method}",
         optimizer=OptimizerConfig(
@@ -125,11 +125,16 @@ def language_recipe(
 
 def check(config: LanguageConfig) -> None:
     """Raises ValueError for a run that cannot be, by the name of the field."""
-    for name in ("steps", "context", "batch", "micro_batch", "log_every", "save_every", "validate_every"):
+    counts = ("steps", "context", "batch", "micro_batch")
+    for name in (*counts, "log_every", "save_every", "validate_every", "validate_windows"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
     if not 0 <= config.cooldown <= config.steps:
         raise ValueError(f"cooldown ({config.cooldown}) must be between 0 and steps ({config.steps})")
+    if not 0 <= config.lowest_rate <= 1:
+        raise ValueError(f"lowest_rate is a share of the peak, between 0 and 1, got {config.lowest_rate}")
+    if not config.optimizer.learning_rate > 0:
+        raise ValueError(f"optimizer.learning_rate must be positive, got {config.optimizer.learning_rate}")
 
 
 def fingerprint(config: LanguageConfig) -> str:
