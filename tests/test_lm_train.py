@@ -176,7 +176,7 @@ def test_what_does_not_fit_together_is_told(tmp_path: Path, config: LanguageConf
         LanguageTrainer(changed(config, validate_windows=0))
     with pytest.raises(ValueError, match="cooldown"):
         LanguageTrainer(changed(config, cooldown=13))
-    with pytest.raises(ValueError, match="lowest_rate .* between 0 and 1"):
+    with pytest.raises(ValueError, match=r"lowest_rate .* between 0 and 1"):
         LanguageTrainer(changed(config, lowest_rate=-3.0))
     with pytest.raises(ValueError, match="learning_rate must be positive"):
         LanguageTrainer(replace(config, optimizer=replace(config.optimizer, learning_rate=-1.0)))
