@@ -12,7 +12,8 @@ FOLDER = Path(__file__).parent.parent / "results"
 
 def test_the_name_of_a_row_is_still_its_run() -> None:
     """A recipe may change; the rows made by the old one then get the edits that make it what it was."""
-    rows: list[Row] = [row for path in sorted(FOLDER.glob("*.jsonl")) for row in read_rows(path) if "config" in row]
+    every: list[Row] = [row for path in sorted(FOLDER.glob("*.jsonl")) for row in read_rows(path) if "config" in row]
+    rows = [row for row in every if "context" not in row]  # the run of a language model is made with its corpus too
     assert rows
     for text, seed, config in {(row["recipe"], row["seed"], row["config"]) for row in rows}:
         name = parse_name(text)
