@@ -230,7 +230,9 @@ def main() -> None:
     def left() -> float:
         return begun + seconds - time.monotonic()
 
-    # As Ctrl-C does it: a training saves and stops, anything else is cut.
+    # As Ctrl-C does it: a training saves and stops, anything else is cut. A shell has what it starts in the background
+    # ignore the signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:

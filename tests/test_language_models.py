@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import signal
 import time
 from pathlib import Path
 from types import ModuleType
@@ -137,6 +138,21 @@ def test_a_training_saves_and_stops_before_the_time_is_over(command: Command) ->
     (stage,) = [row for row in command.rows("logs.jsonl") if row["event"] == "stage"]
     assert (stage["stage"], stage["ended"]) == ("train", False)
     assert 0 < checkpoints.step_of(saved) < 100_000
+
+
+def test_a_measurement_is_cut_before_the_time_is_over(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dawdle(*given: object, **options: object) -> None:
+        for _ in range(3000):
+            time.sleep(0.01)
+
+    monkeypatch.setattr(lm_measure, "perplexity", dawdle)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
+    try:
+        said = command("--minutes=0.25")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "perplexity stopped after" in said
+    assert "the time is over" in said
 
 
 def write_stages(command: Command, seconds: float) -> None:
