@@ -22,7 +22,9 @@ from longspan.kernels import (
     short,
     softmax,
     solve,
+    stick,
     survey,
+    topk,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -66,7 +68,7 @@ PLAIN: dict[str, Any] = {
     "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 16, "PROBES": 4,
     "TOGETHER": 2, "EARLY": True, "COLLECTED": True, "REFINE": False, "CAP": 64, "DEFER": True, "SHARES": 4,
     "GATHER": 16, "PARTS": 16, "STAGES": 3, "AVERAGE": False, "AFTER": True, "BEFORE": True, "KEEP": True,
-    "ADD": True, "BLOCK": 256,
+    "ADD": True, "BLOCK": 256, "PLACES": False,
 }  # fmt: skip
 SPARSE: dict[str, dict[str, Any]] = {
     "slopes": {"SLOPES": True},
@@ -129,7 +131,20 @@ GATED: dict[str, dict[str, Any]] = {
 }
 NARROW = {"BLOCK_D": 32, "BLOCK_DV": 32}
 ADAM: dict[str, Any] = {"PARTS": adam.PARTS, "BLOCK": adam.BLOCK}
-SHORT: dict[str, dict[str, Any]] = {"alpha_1.5": {"SLOPES": True}, "softmax": {"KIND": 0}, "scales": {"SCALES": True}}
+SHORT: dict[str, dict[str, Any]] = {
+    "alpha_1.5": {"SLOPES": True},
+    "softmax": {"KIND": 0},
+    "scales": {"SCALES": True},
+    "places": {"KIND": 0, "PLACES": True, "SLOPES": True, "SCALES": True},
+}
+# A model of MQMTAR, and what else there is.
+MEASURED: dict[str, dict[str, Any]] = {
+    "plain": {"M": 64, "N": 64},
+    "slopes": {"M": 64, "N": 64, "SLOPES": True},
+    "masks": {"M": 64, "N": 64, "LENGTHS": True, "DOCUMENTS": True},
+    "wide": {"BLOCK_D": 256, "BLOCK_DV": 256},
+    "float32": {"PRECISION": "ieee", "SLOPES": True},
+}
 
 KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "survey": (survey.survey_kernel, SPARSE),
@@ -146,6 +161,12 @@ KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
             "narrow_heads": NARROW_HEADS | {"LENGTHS": True},
             "narrow_heads_of_documents": NARROW_HEADS | {"DOCUMENTS": True},
         },
+    ),
+    "stick": (stick.stick_kernel, MEASURED),
+    "topk": (
+        topk.topk_kernel,
+        {name: {"PLACES": 32, **options} for name, options in MEASURED.items()}
+        | {"64_places": {"PLACES": 64, "M": 64, "N": 64}, "1_place": {"PLACES": 1, "M": 64, "N": 64, "CAUSAL": False}},
     ),
     "query": (backward.query_kernel, BACKWARD),
     "key": (backward.key_kernel, BACKWARD),

@@ -108,7 +108,7 @@ def test_the_operators_are_registered_well(device: torch.device) -> None:
     slopes = torch.rand(6, device=device, requires_grad=True)
     scales = torch.rand(call["q"].shape[:3], device=device, requires_grad=True)
     for factor in (None, scales):
-        arguments = (call["q"], call["k"], call["v"], slopes, factor, None, None, 1.5, 0.3, True)
+        arguments = (call["q"], call["k"], call["v"], slopes, factor, None, None, 1.5, 0.3, True, 0)
         torch.library.opcheck(short_attention, arguments)
 
 

@@ -321,9 +321,11 @@ def test_topk_keeps_k_or_a_fraction_of_what_a_row_sees() -> None:
     scores = torch.randn(1, 1, 6, 10).masked_fill(torch.arange(10) > torch.arange(4, 10)[:, None], -math.inf)
     assert ((TopK(k=3)(scores) > 0).sum(-1) == 3).all()
     assert (TopK(fraction=0.5)(scores) > 0).sum(-1).flatten().tolist() == [2, 3, 3, 4, 4, 5]
-    tied = torch.zeros(1, 1, 1, 10)
-    assert (TopK(k=3)(tied) > 0).sum() == 3
-    assert (TopK(fraction=0.5)(tied) > 0).sum() == 5
+    tied = torch.tensor([2.0, 1.0, 0.0, 1.0, 1.0, 0.0])
+    first, others = math.e / (math.e + 2), 2 / (math.e + 2) / 3  # two places for the three that tie
+    wanted = torch.tensor([first, others, 0, others, others, 0])
+    for normalizer in (TopK(k=3), TopK(fraction=0.5)):
+        torch.testing.assert_close(normalizer(tied.view(1, 1, 1, 6)).flatten(), wanted)
 
 
 def test_adaptive_temperature_follows_the_original_polynomial() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from longspan.functional.chunked import RowStats, chunked_attention, empty_stats
 from longspan.functional.entmax import HAS_TRITON, entmax, threshold
 from longspan.functional.reference import dense_attention, dense_scores
-from longspan.functional.scores import Rules
+from longspan.functional.scores import Rules, tracked
 from longspan.functional.threshold import Alpha
 from longspan.kernels.pages import MANY_KEYS, MOST_QUERIES
 
@@ -123,8 +123,8 @@ def _by_kernels(
     q: Tensor, k: Tensor, v: Tensor, scales: Tensor | None, rules: Rules, alpha: float, return_stats: bool
 ) -> Tensor | tuple[Tensor, AttentionStats]:
     # Rows that fit on the chip are solved there, without a list of tiles.
-    on_chip = k.shape[2] <= _on_chip(max(q.shape[3], v.shape[3])) and alpha <= 2 and not return_stats
-    if not on_chip:
+    short = on_chip(q, k, v) and alpha <= 2 and not return_stats
+    if not short:
         q, scales = scaled_queries(q, scales), None
     if _is_decoding(q, k, v, rules):
         from longspan.functional.decode import decode
@@ -133,10 +133,10 @@ def _by_kernels(
         attend_few = partial(decode, q, k, v, alpha=alpha, impl="triton", **own)
         return attend_few(return_stats=True) if return_stats else attend_few()
     masks = rules.lengths, rules.documents, alpha, rules.scale, rules.causal
-    if on_chip:
+    if short:
         from longspan.kernels.short import short_attention
 
-        return short_attention(q, k, v, rules.slopes, None if scales is None else scales.float(), *masks)[0]
+        return short_attention(q, k, v, rules.slopes, None if scales is None else scales.float(), *masks, 0)[0]
     from longspan.kernels.ops import attend
 
     out, stats = attend(q, k, v, rules.slopes, *masks, return_stats)
@@ -182,21 +182,21 @@ def _check_scales(q: Tensor, scales: Tensor) -> None:
         )
 
 
-def _on_chip(head_dim: int) -> int:
-    """How many keys of a row fit. At 256 the longest training sequences, 130 tokens, are compiled with all others."""
-    return 256 if head_dim <= 32 else 128 if head_dim <= 64 else 0
+def on_chip(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a row's scores fit. At 256 the longest training sequences, 130 tokens, are compiled with all others."""
+    head_dim = max(q.shape[3], v.shape[3])
+    return k.shape[2] <= (256 if head_dim <= 32 else 128 if head_dim <= 64 else 0)
 
 
 def _is_decoding(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> bool:
     """Few queries and many keys: a row must be shared out among programs, where a training pass has rows enough."""
-    inputs = (q, k, v) if rules.slopes is None else (q, k, v, rules.slopes)
     return (
         q.shape[2] <= MOST_QUERIES
         and k.shape[2] >= MANY_KEYS
         and (rules.causal or q.shape[2] == 1)
         and rules.lengths is None
         and rules.documents is None
-        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs))
+        and not tracked(rules, q, k, v)
     )
 
 

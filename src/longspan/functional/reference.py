@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from longspan.functional.scores import Rules, grouped_product, query_positions, score_block
+from longspan.functional.scores import Rules, grouped_product, query_positions, score_block, tracked
 
 # Scores kept at once when no gradient is wanted: 64 MiB of float32.
 _SCORES_AT_ONCE = 1 << 24
@@ -28,10 +28,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules, normalise: No
 
     Without gradients the queries go through in blocks, so memory does not grow with the square of the length.
     """
-    inputs = (q, k, v) if rules.slopes is None else (q, k, v, rules.slopes)
-    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     step = max(1, _SCORES_AT_ONCE // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
-    if tracked or step >= q.shape[2]:
+    if tracked(rules, q, k, v) or step >= q.shape[2]:
         return _weighted_sum(normalise(dense_scores(q, k, rules)), v)
     blocks = torch.arange(q.shape[2], device=q.device).split(step)
     return torch.cat([_weighted_sum(normalise(dense_scores(q, k, rules, rows)), v) for rows in blocks], dim=2)

@@ -23,6 +23,12 @@ class Rules:
     documents: Tensor | None = None  # (batch, key_time)
 
 
+def tracked(rules: Rules, *inputs: Tensor) -> bool:
+    """Whether a gradient may be asked for of the inputs or of the slopes."""
+    tensors = inputs if rules.slopes is None else (*inputs, rules.slopes)
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def query_positions(query_time: int, key_time: int, device: torch.device) -> Tensor:
     """The position of every query among the keys."""
     return torch.arange(query_time, device=device) + (key_time - query_time)

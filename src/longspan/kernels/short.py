@@ -4,6 +4,8 @@ Forward: one program for a block of queries of one head. It makes their scores w
 and writes the output and two numbers a row, the maximum and the height above the threshold there, from which the
 backward rebuilds the weights. Backward: one program for a key head, over all its queries in a fixed order:
 deterministic, every score made once.
+
+Softmax may be over the highest scores of a row alone. Three numbers more a row then say which these are.
 """
 
 from typing import Any
@@ -13,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan.kernels.places import bounds_of_places, with_places
 from longspan.kernels.solver import heights, kind_of, powers_of, row_maximum, weights_and_gains
 from longspan.kernels.tiles import (
     SIZES,
@@ -29,15 +32,24 @@ from longspan.kernels.tiles import (
     store_tile,
 )
 
-_SIZES = [*SIZES, "s_b", "s_h", "s_t", "ds_b", "ds_h", "ds_t"]  # strides of scales come with every length anew
+_SIZES = [
+    *SIZES,
+    "s_b",
+    "s_h",
+    "s_t",
+    "ds_b",
+    "ds_h",
+    "ds_t",
+    "places",
+]  # strides of scales come with every length anew
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _forward(Q, K, V, O, Maximum, Height, Slopes, Scales, Lengths, Documents, a, r, scale,
+def _forward(Q, K, V, O, Maximum, Height, Edges, Slopes, Scales, Lengths, Documents, a, r, scale,
              q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d, s_b, s_h, s_t,
-             H, GROUP, TQ, TK, D, DV,
+             H, GROUP, TQ, TK, D, DV, places,
              KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, SCALES: tl.constexpr,
-             LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+             LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
              M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """One program for a block of rows of one head. One axis, whose limit is far, rows fastest."""
     blocks = tl.cdiv(TQ, M)
@@ -61,25 +73,31 @@ def _forward(Q, K, V, O, Maximum, Height, Slopes, Scales, Lengths, Documents, a,
     fellows = ids_of(Documents, positions, TK, DOCUMENTS)
     z = row_scores(product, keys, positions, fellows, unit * scale, unit * slope, limit, Documents, TK,
                    CAUSAL, SLOPES, DOCUMENTS)  # fmt: skip
+    place = (batch * H + head) * TQ + rows
+    if PLACES:
+        low, high, part = bounds_of_places(z, places, N)
+        z = with_places(z, low[:, None], high[:, None], part[:, None])
+        tl.store(Edges + place * 3, low, mask=rows < TQ)
+        tl.store(Edges + place * 3 + 1, high, mask=rows < TQ)
+        tl.store(Edges + place * 3 + 2, part, mask=rows < TQ)
     maximum = row_maximum(z)
     height = heights(z - maximum[:, None], r, KIND, PRECISION)
     p, _ = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND, PRECISION)
     v = load_tile(V + batch * v_b + head // GROUP * v_h, 0, v_t, v_d, TK, DV, N, BLOCK_DV)
     out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     store_tile(O + batch * o_b + head * o_h, out, first, o_t, o_d, TQ, DV, M, BLOCK_DV)
-    place = (batch * H + head) * TQ + rows
     tl.store(Maximum + place, maximum, mask=rows < TQ)
     tl.store(Height + place, height, mask=rows < TQ)
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Slopes, dSlopes, Scales, dScales, Lengths, Documents,
+def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Edges, Slopes, dSlopes, Scales, dScales, Lengths, Documents,
               a, r, scale,
               q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
               dq_b, dq_h, dq_t, dq_d, dk_b, dk_h, dk_t, dk_d, dv_b, dv_h, dv_t, dv_d, s_b, s_h, s_t, ds_b, ds_h, ds_t,
               H, GROUP, TQ, TK, D, DV,
               KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, SCALES: tl.constexpr,
-              LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+              LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
               M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """All gradients of one key head: its keys and values stay, the queries that see them pass by in a fixed order.
 
@@ -118,6 +136,11 @@ def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Slopes, dSlopes, Scales,
             fellows = ids_of(Documents, positions, TK, DOCUMENTS)
             z = scores_of(product, keys[:, None], positions[None, :], unit * scale, unit * slope, limit,
                           theirs[:, None], fellows[None, :], CAUSAL, SLOPES, DOCUMENTS)  # fmt: skip
+            if PLACES:
+                low = tl.load(Edges + place * 3, mask=rows < TQ, other=0.0)
+                high = tl.load(Edges + place * 3 + 1, mask=rows < TQ, other=0.0)
+                part = tl.load(Edges + place * 3 + 2, mask=rows < TQ, other=0.0)
+                z = with_places(z, low[None, :], high[None, :], part[None, :])
             p, gain = weights_and_gains(z, maximum[None, :], height[None, :], r, KIND, PRECISION)
             d_p = tl.dot(v, tl.trans(d_o), input_precision=PRECISION)
             mean = tl.sum(gain * d_p, 0) / tl.maximum(tl.sum(gain, 0), 1e-37)
@@ -139,11 +162,11 @@ def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Slopes, dSlopes, Scales,
     store_tile(dV + batch * dv_b + kv_head * dv_h, d_v, 0, dv_t, dv_d, TK, DV, N, BLOCK_DV)
 
 
-def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the output, the maxima and the heights."""
+def _outputs(q: Tensor, v: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Room for the output, the maxima, the heights and the bounds of the places."""
     out = like_tokens(q[..., :1].expand(*q.shape[:3], v.shape[3]))
     maximum, height = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
-    return out, maximum, height
+    return out, maximum, height, maximum.new_empty(*q.shape[:3], 3 if places else 0)
 
 
 def _position_gradients(q: Tensor, slopes: Tensor | None, scales: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -160,7 +183,7 @@ def _strides(scales: Tensor | None) -> tuple[int, ...]:
 
 def _constants(
     q: Tensor, v: Tensor, slopes: Tensor | None, scales: Tensor | None, lengths: Tensor | None,
-    documents: Tensor | None, alpha: float, causal: bool,
+    documents: Tensor | None, alpha: float, causal: bool, places: int,
 ) -> dict[str, Any]:  # fmt: skip
     """What the kernels are compiled for, but for the sizes of their blocks."""
     return {
@@ -170,6 +193,7 @@ def _constants(
         "SCALES": scales is not None,
         "LENGTHS": lengths is not None,
         "DOCUMENTS": documents is not None,
+        "PLACES": places > 0,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "BLOCK_D": padded(q.shape[3]),
         "BLOCK_DV": padded(v.shape[3]),
@@ -189,36 +213,40 @@ def _backward_blocks(keys: int, dim: int) -> dict[str, int]:
 @torch.library.custom_op("longspan::short_attention", mutates_args=())
 def short_attention(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, scales: Tensor | None, lengths: Tensor | None,
-    documents: Tensor | None, alpha: float, scale: float, causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The output, and the maximum and the height of every row. `scales`, (batch, heads, query_time) in float32, is a
-    factor of every query's products beside `scale`."""
+    documents: Tensor | None, alpha: float, scale: float, causal: bool, places: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The output, the maximum and the height of every row, and the bounds of its places.
+
+    Args:
+        scales: (batch, heads, query_time) in float32, a factor of every query's products beside `scale`.
+        places: how many of a row's scores, the highest, have a weight; alpha is 1 then. 0: all that entmax leaves.
+    """
     slopes, lengths, documents = contiguous(slopes, lengths, documents)
     batch, heads, time, _ = q.shape
-    out, maximum, height = _outputs(q, v)
+    out, maximum, height, bounds = _outputs(q, v, places)
     blocks = _forward_blocks(k.shape[2])
     _forward[(triton.cdiv(time, blocks["M"]) * batch * heads,)](
-        q, k, v, out, maximum, height, slopes, scales, lengths, documents, *powers_of(alpha), scale,
+        q, k, v, out, maximum, height, bounds, slopes, scales, lengths, documents, *powers_of(alpha), scale,
         *q.stride(), *k.stride(), *v.stride(), *out.stride(), *_strides(scales),
-        heads, heads // k.shape[1], time, k.shape[2], q.shape[3], v.shape[3],
-        **blocks, **_constants(q, v, slopes, scales, lengths, documents, alpha, causal),
+        heads, heads // k.shape[1], time, k.shape[2], q.shape[3], v.shape[3], places,
+        **blocks, **_constants(q, v, slopes, scales, lengths, documents, alpha, causal, places),
     )  # fmt: skip
-    return out, maximum, height
+    return out, maximum, height, bounds
 
 
 @short_attention.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, scales: Tensor | None, lengths: Tensor | None,
-    documents: Tensor | None, alpha: float, scale: float, causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _outputs(q, v)
+    documents: Tensor | None, alpha: float, scale: float, causal: bool, places: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _outputs(q, v, places)
 
 
 @torch.library.custom_op("longspan::short_attention_backward", mutates_args=())
 def short_attention_backward(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, maximum: Tensor, height: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, maximum: Tensor, height: Tensor, bounds: Tensor,
     slopes: Tensor | None, scales: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
-    alpha: float, scale: float, causal: bool,
+    alpha: float, scale: float, causal: bool, places: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, of the slopes by batch, and of the scales."""
     slopes, lengths, documents = contiguous(slopes, lengths, documents)
@@ -227,38 +255,38 @@ def short_attention_backward(
     d_q, d_k, d_v = like_tokens(q), like_tokens(k), like_tokens(v)
     d_slopes, d_scales = _position_gradients(q, slopes, scales)
     _backward[(batch * kv_heads,)](
-        q, k, v, d_out, d_q, d_k, d_v, maximum, height, slopes, d_slopes, scales, d_scales, lengths, documents,
+        q, k, v, d_out, d_q, d_k, d_v, maximum, height, bounds, slopes, d_slopes, scales, d_scales, lengths, documents,
         *powers_of(alpha), scale,
         *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *d_q.stride(), *d_k.stride(), *d_v.stride(),
         *_strides(scales), *d_scales.stride(),
         heads, heads // kv_heads, time, key_time, q.shape[3], v.shape[3],
         **_backward_blocks(key_time, max(q.shape[3], v.shape[3])),
-        **_constants(q, v, slopes, scales, lengths, documents, alpha, causal),
+        **_constants(q, v, slopes, scales, lengths, documents, alpha, causal, places),
     )  # fmt: skip
     return d_q, d_k, d_v, d_slopes, d_scales
 
 
 @short_attention_backward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, maximum: Tensor, height: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, maximum: Tensor, height: Tensor, bounds: Tensor,
     slopes: Tensor | None, scales: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
-    alpha: float, scale: float, causal: bool,
+    alpha: float, scale: float, causal: bool, places: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return like_tokens(q), like_tokens(k), like_tokens(v), *_position_gradients(q, slopes, scales)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     q, k, v, slopes, scales, lengths, documents, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, *output[1:], slopes, scales, lengths, documents)
 
 
 def _gradients(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, maximum, height, slopes, scales, lengths, documents = ctx.saved_tensors
+    q, k, v, maximum, height, bounds, slopes, scales, lengths, documents = ctx.saved_tensors
     d_q, d_k, d_v, by_batch, d_scales = short_attention_backward(
-        q, k, v, d_out, maximum, height, slopes, scales, lengths, documents, *ctx.rest
+        q, k, v, d_out, maximum, height, bounds, slopes, scales, lengths, documents, *ctx.rest
     )
     d_slopes = None if slopes is None else by_batch.sum(0).to(slopes.dtype)
-    return d_q, d_k, d_v, d_slopes, None if scales is None else d_scales, *(None,) * 5
+    return d_q, d_k, d_v, d_slopes, None if scales is None else d_scales, *(None,) * 6
 
 
 short_attention.register_autograd(_gradients, setup_context=_keep)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.functional import attention, decode
-from longspan.functional.attention import check_rules, scaled_queries
+from longspan.functional.attention import check_rules, scaled_queries, triton_cannot
 from longspan.functional.decode import kernels_cannot
 from longspan.functional.reference import dense_attention
 from longspan.functional.scores import Rules, visible_tokens
@@ -212,10 +212,15 @@ class Attention(nn.Module):
             impl=self.impl,
         )
 
+    def _may_use_kernels(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether kernels of the normaliser's own may serve: where those of softmax would."""
+        return (q.is_cuda if self.impl == "auto" else self.impl == "triton") and triton_cannot(q, k, v, 1.0) is None
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, rules: Rules, scales: Tensor | None) -> Tensor:
         form = self.normalizer.entmax_form()
         if form is None:
-            return dense_attention(scaled_queries(q, scales), k, v, rules, self.normalizer)
+            out = self.normalizer.by_kernels(q, k, v, scales, rules) if self._may_use_kernels(q, k, v) else None
+            return dense_attention(scaled_queries(q, scales), k, v, rules, self.normalizer) if out is None else out
         return attention(
             q,
             k,

@@ -2,7 +2,8 @@
 
 A normaliser is called with masked scores (batch, heads, rows, keys), -inf where a key is hidden, and returns weights
 of that shape; a row that sees nothing gives zeros. One that is an entmax at heart says so in `entmax_form`, and then
-attention runs through `longspan.attention` without ever building the scores.
+attention runs through `longspan.attention` without ever building the scores; one with kernels of its own has them in
+`by_kernels`.
 """
 
 import math
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from longspan.functional import entmax
+from longspan.functional.attention import on_chip, scaled_queries
+from longspan.functional.scores import Rules, tracked
 from longspan.functional.threshold import Alpha
 
 
@@ -36,6 +39,13 @@ class Normalizer(nn.Module):
 
     def entmax_form(self) -> EntmaxForm | None:
         """The equivalent entmax, if there is one."""
+        return None
+
+    def by_kernels(self, q: Tensor, k: Tensor, v: Tensor, scales: Tensor | None, rules: Rules) -> Tensor | None:
+        """The attention of these weights by a GPU's kernels, where there are any that serve.
+
+        `scales`: a factor of every query, as in `longspan.attention`.
+        """
         return None
 
 
@@ -80,7 +90,10 @@ class Entmax(Normalizer):
 
 
 class TopK(Normalizer):
-    """softmax over the k largest scores of a row, or over the largest `fraction` of those it sees (at least one)."""
+    """softmax over the k largest scores of a row, or over the largest `fraction` of those it sees (at least one).
+
+    Scores that tie for the last places share them, each with the same part, whatever the order of the keys.
+    """
 
     def __init__(self, k: int | None = None, fraction: float | None = None):
         super().__init__()
@@ -91,17 +104,38 @@ class TopK(Normalizer):
         self.k, self.fraction = k, fraction
 
     def forward(self, scores: Tensor) -> Tensor:
+        kept, edge = self._kept(scores.detach())
+        above, tied = scores > edge, (scores == edge) & (edge > -math.inf)
+        share = (kept - above.sum(-1, keepdim=True)) / tied.sum(-1, keepdim=True).clamp_min(1)
+        part = torch.where(tied, share.to(scores.dtype).log(), 0)
+        return entmax((scores + part).masked_fill(~(above | tied), -math.inf), 1.0)
+
+    def _kept(self, scores: Tensor) -> tuple[int | Tensor, Tensor]:
+        """How many scores of a row have a place, and the lowest of them; -inf where it sees no more than that."""
         if self.k is not None:
-            best = scores.topk(min(self.k, scores.shape[-1]), dim=-1).indices
-            dropped = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, best, False)
-        else:
-            assert self.fraction is not None
-            seen = (scores > -math.inf).sum(-1, keepdim=True)
-            kept = (seen * self.fraction).long().clamp_min(1)
-            order = scores.argsort(dim=-1, descending=True, stable=True)
-            rank = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
-            dropped = torch.empty_like(order).scatter_(-1, order, rank) >= kept
-        return entmax(scores.masked_fill(dropped, -math.inf), 1.0)
+            kept = min(self.k, scores.shape[-1])
+            return kept, scores.topk(kept, dim=-1).values[..., -1:]
+        assert self.fraction is not None
+        seen = (scores > -math.inf).sum(-1, keepdim=True)
+        places = (seen * self.fraction).long().clamp_min(1)
+        return places, scores.sort(dim=-1, descending=True).values.gather(-1, places - 1)
+
+    def by_kernels(self, q: Tensor, k: Tensor, v: Tensor, scales: Tensor | None, rules: Rules) -> Tensor | None:
+        """Of a number of scores, not of a fraction. With gradients rows must fit on the chip."""
+        if self.k is None:
+            return None
+        masks = rules.lengths, rules.documents
+        if on_chip(q, k, v):
+            from longspan.kernels.short import short_attention
+
+            factor = None if scales is None else scales.float()
+            return short_attention(q, k, v, rules.slopes, factor, *masks, 1.0, rules.scale, rules.causal, self.k)[0]
+        from longspan.kernels.topk import MOST, topk_attention
+
+        if self.k > MOST or tracked(rules, q, k, v) or (scales is not None and tracked(rules, scales)):
+            return None
+        q = scaled_queries(q, scales)
+        return topk_attention(q, k, v, rules.slopes, *masks, self.k, rules.scale, rules.causal)
 
 
 class AdaptiveTemperature(Normalizer):
@@ -144,6 +178,15 @@ class StickBreaking(Normalizer):
         after = left.flip(-1).cumsum(-1).flip(-1)[..., 1:]
         after = nn.functional.pad(after, (0, 1))  # (..., j) = sum over the keys behind j, nearer to the query
         return (nn.functional.logsigmoid(scores) + after).exp()
+
+    def by_kernels(self, q: Tensor, k: Tensor, v: Tensor, scales: Tensor | None, rules: Rules) -> Tensor | None:
+        """Without gradients."""
+        if tracked(rules, q, k, v) or (scales is not None and tracked(rules, scales)):
+            return None
+        from longspan.kernels.stick import stick_attention
+
+        q = scaled_queries(q, scales)
+        return stick_attention(q, k, v, rules.slopes, rules.lengths, rules.documents, rules.scale)
 
 
 NORMALIZERS: dict[str, type[Normalizer]] = {
