@@ -169,3 +169,23 @@ def test_only_alpha_is_learnt(device: torch.device) -> None:
     alpha = torch.tensor(1.5, dtype=torch.float64, device=device)
     assert_smooth(scores, alpha, 1e-6)
     check_twice(lambda alpha: entmax(scores, alpha), (alpha,), 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")  # by dynamo itself
+@pytest.mark.parametrize("alpha", [1.5, 3.0, torch.tensor(1.3)], ids=str)
+def test_several_layers_compile_with_dynamic_shapes(alpha: float | Tensor) -> None:
+    """A compiler that is told of them takes floats for inputs too, which a second layer must not trip over."""
+
+    def layers(scores: Tensor, alpha: float | Tensor) -> Tensor:
+        return entmax(5 * entmax(scores, alpha), alpha).square().sum()
+
+    compiled = torch.compile(layers, backend="eager", fullgraph=True, dynamic=True)
+    for time in (5, 9):
+        scores = torch.randn(2, time, dtype=torch.float64, generator=torch.Generator().manual_seed(time))
+        inputs = [scores.requires_grad_()]
+        if isinstance(alpha, Tensor):
+            inputs.append(alpha.requires_grad_())
+        expected = torch.autograd.grad(layers(scores, alpha), inputs)
+        for found, wanted in zip(torch.autograd.grad(compiled(scores, alpha), inputs), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+    torch._dynamo.reset()

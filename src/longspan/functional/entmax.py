@@ -28,8 +28,7 @@ def _installed(package: str) -> bool:
 
 HAS_TRITON = _installed("triton")  # looked up once: inside a compiled function the question cannot be asked
 
-_SERIES_TERMS = 14
-_SERIES_RADIUS = 0.5  # 0.5^14 / 16! is below float64's resolution
+_SERIES_TERMS = 14  # within a radius of 0.5: 0.5^14 / 16! is below float64's resolution
 
 
 class Threshold(NamedTuple):
@@ -155,7 +154,7 @@ def _alpha_derivative(p: Tensor, alpha: Tensor, gain: Tensor) -> Tensor:
     a = alpha - 1
     log_p = torch.where(p > 0, p, 1).log()
     y = a * log_p
-    near = y.abs() < _SERIES_RADIUS
+    near = y.abs() < 0.5  # no constant of the module: compilers stumble, see `threshold._tiny`
     series = torch.zeros_like(y)
     y_near = torch.where(near, y, 0)
     for k in reversed(range(_SERIES_TERMS)):

@@ -21,7 +21,6 @@ from torch import Tensor
 
 Alpha = float | Tensor
 
-_TINY = torch.finfo(torch.float32).tiny
 _LARGE = 1 << 22  # scores: a pass over them takes a GPU longer than a word with the host
 
 
@@ -52,6 +51,15 @@ def alpha_range(alpha: Alpha) -> AlphaRange:
     if not (low >= 1.0 and high < math.inf):
         raise ValueError(f"alpha must be a finite number >= 1, got values from {low} to {high}")
     return AlphaRange(low, high)
+
+
+def _tiny() -> float:
+    """The smallest normal number of float32.
+
+    A function and no constant: where shapes are dynamic a compiler takes a global float for one of its inputs, and
+    fails at the second layer that reads it.
+    """
+    return torch.finfo(torch.float32).tiny
 
 
 def newton_steps(n: int) -> int:
@@ -116,7 +124,7 @@ def _step_on_the_norm(weight: Tensor, mass: Tensor, slope: Tensor, alpha: Alpha)
     ``mass ** a`` is a norm, convex in ``weight ** a``, and exactly linear where all supported scores tie.
     """
     a = _at_least_tiny(alpha - 1, weight.dtype)
-    log_mass = mass.clamp_min(_TINY).log()  # a row that sees nothing has none
+    log_mass = mass.clamp_min(_tiny()).log()  # a row that sees nothing has none
     share = (
         torch.expm1(a * log_mass) * torch.exp((1 - a) * log_mass) / (weight * slope.clamp_min(1))
     )  # >= the maximum's 1
@@ -152,7 +160,7 @@ def _anchor_at_edge(scores: Tensor, alpha: Alpha) -> Anchor:
         slope = (weight / p).pow(a - 1).sum(-1, keepdim=True)
         residual = torch.where(gap < 0, 0, p).sum(-1, keepdim=True) - 1
         # An edge that all but dies has less weight than the sum can tell; none at all would make 0 / 0 of its slope.
-        weight = (weight - residual / slope.clamp_min(1)).clamp_min(_TINY)
+        weight = (weight - residual / slope.clamp_min(1)).clamp_min(_tiny())
         if look and _converged(residual):
             break
     edge = torch.where(edge == math.inf, math.nan, edge)  # +inf has no weights: NaN, as below alpha = 2
@@ -218,7 +226,7 @@ def _rebalanced(values: Tensor, gain: Tensor, mass: Tensor, slope: Tensor) -> Te
     Many weights far below the anchor's inherit one ulp of it each, and only their own resolution can take it back: in
     float32 the sum of 4096 such weights is off by 1e-4 without this.
     """
-    return values.sub_(gain.mul_((mass - 1) / slope.clamp_min(_TINY))).clamp_min_(0)
+    return values.sub_(gain.mul_((mass - 1) / slope.clamp_min(_tiny()))).clamp_min_(0)
 
 
 def _weights_above(scores: Tensor, alpha: Alpha, anchor: Anchor) -> Tensor:
