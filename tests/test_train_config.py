@@ -147,6 +147,7 @@ def test_the_fingerprint_changes_with_everything_else() -> None:
         "average": None,
         "precision": "bfloat16",
         "noise_from": 0.5,
+        "first_alphas": [[5, 1.0]],
         "optimizer.momentum": 0.5,
         "optimizer.clip": 0.5,
         "model.hidden": 32,

@@ -6,6 +6,7 @@ import json
 import types
 import typing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 from longspan.nn.decoder import AttentionConfig, DecoderConfig
@@ -23,6 +24,7 @@ _YOUNGER = {
     ("model", "attention", "slope_factor"): 1.0,
     ("noise_from",): 0.9,
     ("training_options",): {},
+    ("first_alphas",): (),
 }
 
 
@@ -57,6 +59,7 @@ class RunConfig:
     seed: int = 0
     average: float | None = None  # decay of the running average of the weights, which is then what is evaluated
     noise_from: float = 0.9  # the token accuracy, a running mean, from which on there is `model.attention.qk_noise`
+    first_alphas: tuple[tuple[int, float], ...] = ()  # (until this step, this alpha), in their order; then the model's
     precision: Precision = "float32"
     log_every: int = 100
     save_every: int = 1000
@@ -110,6 +113,20 @@ def check(config: RunConfig) -> None:
         raise ValueError(f"noise_from must be between 0 and 1, got {config.noise_from}")
     if config.average is not None and not 0 <= config.average < 1:
         raise ValueError(f"average must be at least 0 and below 1, got {config.average}")
+    if config.first_alphas:
+        _check_first_alphas(config)
+
+
+def _check_first_alphas(config: RunConfig) -> None:
+    attention, (ends, alphas) = config.model.attention, zip(*config.first_alphas, strict=True)
+    if attention.method not in ("entmax", "sentmax", "asentmax") or attention.alpha == "learned":
+        raise ValueError(
+            f"first_alphas are for entmax with an alpha of its own, got {attention.method} and {attention.alpha}"
+        )
+    if any(later <= earlier for earlier, later in pairwise((0, *ends))):
+        raise ValueError(f"first_alphas must end one after the other, got {list(ends)}")
+    if not all(1 <= alpha <= 64 for alpha in alphas):
+        raise ValueError(f"first_alphas must be between 1 and 64, got {list(alphas)}")
 
 
 def edited(config: Config, path: str, value: Any) -> Config:

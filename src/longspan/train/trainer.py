@@ -18,6 +18,7 @@ from longspan.train.config import RunConfig, check, fingerprint, from_json, to_j
 from longspan.train.copies import LowCopies
 from longspan.train.noise import NoiseGate
 from longspan.train.optimizers import Optimizer
+from longspan.train.softening import soften
 
 
 class Metrics(NamedTuple):
@@ -79,6 +80,8 @@ class Trainer:
     def advance(self) -> None:
         """Take one step."""
         length, batch = self._batch()
+        if soften(self.replica, self.config, self.step):
+            self._graphs.clear()  # they hold the alpha before
         if self.noise:
             torch.manual_seed(stream_seed("noise", self.config.seed, self.step))
         self.optimizer.rate.fill_(learning_rate(self.step, self.config))
@@ -228,6 +231,7 @@ def model_of(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> tupl
     model = Decoder(config.model)
     prefix = "average." if config.average is not None else "model."
     model.load_state_dict(_under(prefix, checkpoint.tensors))
+    soften(model, config, max(checkpoint.step - 1, 0))  # the alpha of the step that made it
     return model.to(device).eval(), config
 
 
