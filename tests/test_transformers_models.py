@@ -67,6 +67,20 @@ def test_the_hubs_model_is_ours(style: str, method: str, position: str) -> None:
         assert torch.allclose(packed, torch.cat([ours(row[None])[0] for row in rows]), atol=1e-9)
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_rotations_are_those_of_the_position_ids(style: str) -> None:
+    """A conversation goes on behind the padding of its first answer, and its positions do not count that."""
+    ours, hub = pair(style, sizes(position="rope"))
+    row = tokens(1, 9)
+    ids, mask = torch.zeros(1, 13, dtype=torch.long), torch.tensor([[0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 1]])
+    ids[mask.bool()] = row[0]
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    with torch.no_grad():
+        found = hub(ids, attention_mask=mask, position_ids=positions).logits
+        assert torch.allclose(found[mask.bool()], ours(row)[0], atol=1e-9)
+    assert torch.equal(greedy(hub, ids, attention_mask=mask)[0], generate(ours, row, 10)[0, 9:])
+
+
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 4}])
 @pytest.mark.parametrize(("style", "method", "position"), CASES)
 def test_it_generates_what_ours_does(style: str, method: str, position: str, options: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ class Pass(NamedTuple):
     """What every layer of one forward pass shares."""
 
     mask: Tensor | None
-    start: int | Tensor  # position of the first token in the cache
+    positions: Tensor  # of the tokens, (time,) or (batch, time)
     past: Cache | None
     maps: list[Tensor] | None  # attention maps go here, if they are wanted
 
@@ -38,7 +38,7 @@ class HubAttention(Attention):
     ) -> Tensor:
         q, k, v = (self._split(layer(x)) for layer in (self.query, self.key, self.value))
         q, k = self.query_norm(q).to(v.dtype), self.key_norm(k).to(v.dtype)
-        positions = torch.arange(x.shape[1], device=x.device) + cache.start
+        positions = cache.positions.to(x.device)  # layers may lie on several
         q, k = self.position.rotate(q, positions), self.position.rotate(k, positions)
         if cache.past is not None:
             k, v = cache.past.update(k, v, self.index)
@@ -135,9 +135,8 @@ class LongspanForCausalLM(GeneratesWithoutCopies, PreTrainedModel, GenerationMix
             position_ids=position_ids,
         )
         start = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if isinstance(start, Tensor):
-            start = start.clone()  # the cache counts in place, and the first layer counts for all
-        shared = Pass(mask, start, past_key_values, [] if output_attentions else None)
+        positions = torch.arange(x.shape[1], device=x.device) + start if position_ids is None else position_ids
+        shared = Pass(mask, positions, past_key_values, [] if output_attentions else None)
         x = x * self.config.hidden_size**0.5 if isinstance(self.decoder, Decoder) else x
         states = [x]
         for block in self.decoder.blocks:
