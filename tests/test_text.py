@@ -1,5 +1,6 @@
 """From files to a corpus: what is kept, where it goes, and what is said when something is wrong."""
 
+import errno
 import functools
 import gzip
 import json
@@ -242,6 +243,19 @@ def test_a_damaged_shard_is_told(tmp_path: Path, name: str, damage: "object", me
     damage(tmp_path / name)  # type: ignore[operator]
     with pytest.raises(CorpusError, match=message):
         TokenStream(tmp_path)
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is asked for before the file is mapped: writing through a map that finds none ends the process."""
+
+    def full(file: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, f"no space for {size} bytes")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    writer = ShardWriter(tmp_path, 100)
+    writer.add([1, 2, 3])
+    with pytest.raises(OSError, match="no space for 6 bytes"):
+        writer.close()
 
 
 def test_a_shard_that_is_missing_with_its_index_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ index is complete.
 
 import hashlib
 import json
+import os
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -55,8 +56,8 @@ class ShardWriter:
         if sys.byteorder != "little":
             raise CorpusError("shards are little-endian, this machine is not")
         path = self.folder / f"shard-{self._written:04d}.bin"
-        path.write_bytes(b"")  # made here, it gets the usual permissions
         tokens = self._pending_tokens
+        _make_file(path, tokens * _DTYPES[self.dtype].itemsize)
         mapped = torch.from_file(str(path), shared=True, size=tokens, dtype=_DTYPES[self.dtype])
         torch.cat(self._pending, out=mapped)
         del mapped  # unmapped, the file holds what was written
@@ -167,6 +168,13 @@ class TokenStream:
     def _bounds(self, number: int) -> tuple[int, int]:
         start = 0 if number == 0 else int(self.ends[number - 1])
         return start, int(self.ends[number])
+
+
+def _make_file(path: Path, size: int) -> None:
+    """A file of `size` bytes that are on the disk: one mapped without them ends the process where the disk is full."""
+    with path.open("wb") as file:
+        if size and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
 
 
 def _file_checksum(path: Path) -> str:
