@@ -149,6 +149,23 @@ def test_loss_states_and_maps_are_transformers() -> None:
     assert torch.equal(hub(ids, return_dict=False)[0], output.logits)
 
 
+def test_maps_come_back_from_layers_on_several_devices() -> None:
+    """Accelerate hands such layers copies of what they are given, on their own device."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    hub = pair("llama", sizes(position="rope"))[1]
+    ids, mask = padded([tokens(1, 9)[0], tokens(1, 5)[0]], "left")
+    expected = hub(ids, attention_mask=mask, output_attentions=True)
+    for block in hub.decoder.blocks:
+        hook = hooks.AlignDevicesHook(
+            "cpu", io_same_device=False, place_submodules=True, skip_keys=hub._skip_keys_device_placement
+        )
+        hooks.add_hook_to_module(block, hook)
+    found = hub(ids, attention_mask=mask, output_attentions=True)
+    assert torch.equal(found.logits, expected.logits)
+    for one, other in zip(found.attentions, expected.attentions, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_static_cache_takes_several_tokens_at_a_time() -> None:
     hub = pair("llama", sizes())[1]
     ids = tokens(2, 12)

@@ -27,6 +27,11 @@ class Pass(NamedTuple):
     past: Cache | None
     maps: list[Tensor] | None  # attention maps go here, if they are wanted
 
+    def on(self, device: torch.device) -> "Pass":
+        """For a layer there: a model may lie on several devices."""
+        mask = None if self.mask is None else self.mask.to(device)
+        return self._replace(mask=mask, positions=self.positions.to(device))
+
 
 class HubAttention(Attention):
     """Our attention layer with a cache and a mask of transformers, which come as its `cache`."""
@@ -38,8 +43,8 @@ class HubAttention(Attention):
     ) -> Tensor:
         q, k, v = (self._split(layer(x)) for layer in (self.query, self.key, self.value))
         q, k = self.query_norm(q).to(v.dtype), self.key_norm(k).to(v.dtype)
-        positions = cache.positions.to(x.device)  # layers may lie on several
-        q, k = self.position.rotate(q, positions), self.position.rotate(k, positions)
+        cache = cache.on(x.device)
+        q, k = self.position.rotate(q, cache.positions), self.position.rotate(k, cache.positions)
         if cache.past is not None:
             k, v = cache.past.update(k, v, self.index)
         view: View = read_mask(cache.mask, k.shape[2])
@@ -57,7 +62,8 @@ class LongspanForCausalLM(GeneratesWithoutCopies, PreTrainedModel, GenerationMix
     base_model_prefix = "decoder"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["Block"]
-    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+    # `cache` is the `Pass`, which moves by itself: what is written to a copy of it is lost.
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "cache"]
     _supports_attention_backend = True
     _can_compile_fullgraph = True
 
