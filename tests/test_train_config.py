@@ -90,6 +90,10 @@ def test_an_edit_changes_one_field(path: str, text: str, value: object) -> None:
         ("task_options", '{"num_symbols": "many"}', "task_options must be float, got 'many'"),
         ("model.attention.qk_norm", "1", "qk_norm must be bool, got 1"),
         ("model", "5", "model must be DecoderConfig, got 5"),
+        ("optimizer.learning_rate", "NaN", "learning_rate must be float, got nan"),
+        ("optimizer.clip", "Infinity", r"clip must be float \| None, got inf"),
+        ("model.attention.delta", "1" + 400 * "0", "delta must be float, got 1000"),
+        ("training_options", '{"few": NaN}', "training_options must be float, got nan"),
     ],
 )
 def test_an_edit_that_cannot_be_names_the_field(path: str, text: str, message: str) -> None:
@@ -185,7 +189,25 @@ def test_the_fingerprint_is_stable() -> None:
         ("task", "copyy", "unknown task 'copyy'"),
         ("task_options", {"num_symbols": 6}, "copy has 9 tokens, the model's vocabulary is 8"),
         ("task_options", {"symbols": 6}, "copy has no field symbols"),
+        ("task_options", {"num_symbols": 5.0}, "copy: num_symbols must be int, got 5.0"),
+        ("training_options", {"num_symbols": 5.0}, "copy: num_symbols must be int, got 5.0"),
+        ("seed", -1, "seed must be at least 0"),
+        ("seed", 1 << 64, "seed must be at least 0 and below 2"),
+        ("validate_every", 0, "validate_every must be at least 1, got 0"),
+        ("validate_lengths", [6, -1], "copy: length -1 is too short"),  # and not when the first validation is due
+        ("test_lengths", [0], "copy: length 0 is too short"),
+        ("model.layers", 0, "model.layers must be at least 1, got 0"),
+        ("model.dim", 0, "model.dim must be at least 1"),
+        ("model.hidden", -1, "model.hidden must be at least 1"),
+        ("model.heads", 0, "model.heads must be at least 1"),
         ("model.heads", 5, "does not divide"),
+        ("optimizer.learning_rate", -1e-3, "optimizer.learning_rate must be at least 0, got -0.001"),
+        ("optimizer.muon_learning_rate", -1, "optimizer.muon_learning_rate must be at least 0"),
+        ("optimizer.weight_decay", -1, "optimizer.weight_decay must be at least 0"),
+        ("optimizer.warmup", -1, "optimizer.warmup must be at least 0"),
+        ("optimizer.momentum", 1, "optimizer.momentum must be at least 0 and below 1, got 1.0"),
+        ("optimizer.betas", [0.9, 1], r"optimizer.betas must be at least 0 and below 1, got \[0.9, 1.0\]"),
+        ("optimizer.clip", 0, "optimizer.clip must be above 0, or null, got 0.0"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused_before_it_starts(path: str, value: object, message: str) -> None:

@@ -42,9 +42,12 @@ def get_task(name: str, **fields: Any) -> Task:
     if name not in _classes():
         raise ValueError(f"unknown task {name!r}; there are {', '.join(task_names())}")
     kind = _classes()[name]
-    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    if unknown := fields.keys() - set(known):
+    known = {field.name: field.type for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := fields.keys() - known.keys():
         raise ValueError(f"{name} has no field {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    for field, value in fields.items():
+        if known[field] is int and not isinstance(value, int):
+            raise ValueError(f"{name}: {field} must be int, got {value!r}")
     return kind(**fields)
 
 

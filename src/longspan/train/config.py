@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import sys
 import types
 import typing
 from dataclasses import dataclass, field
@@ -105,16 +106,38 @@ def fingerprint(config: RunConfig) -> str:
 def check(config: RunConfig) -> None:
     """Raises ValueError for a run that cannot be, by the name of the field."""
     for name in ("steps", "batch", "shortest", "log_every", "save_every", "validate_samples", "test_samples"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+        _at_least(1, name, getattr(config, name))
+    for name in ("layers", "dim", "hidden", "heads"):
+        _at_least(1, f"model.{name}", getattr(config.model, name))
+    if config.validate_every is not None:
+        _at_least(1, "validate_every", config.validate_every)
+    if not 0 <= config.seed < 1 << 64:
+        raise ValueError(f"seed must be at least 0 and below 2^64, got {config.seed}")
     if config.shortest > config.longest:
         raise ValueError(f"shortest ({config.shortest}) must not be above longest ({config.longest})")
     if not 0 <= config.noise_from <= 1:
         raise ValueError(f"noise_from must be between 0 and 1, got {config.noise_from}")
     if config.average is not None and not 0 <= config.average < 1:
         raise ValueError(f"average must be at least 0 and below 1, got {config.average}")
+    _check_optimizer(config.optimizer)
     if config.first_alphas:
         _check_first_alphas(config)
+
+
+def _at_least(least: int, name: str, value: float) -> None:
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
+    for name in ("learning_rate", "muon_learning_rate", "weight_decay", "warmup"):
+        _at_least(0, f"optimizer.{name}", getattr(optimizer, name))
+    if not 0 <= optimizer.momentum < 1:
+        raise ValueError(f"optimizer.momentum must be at least 0 and below 1, got {optimizer.momentum}")
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        raise ValueError(f"optimizer.betas must be at least 0 and below 1, got {list(optimizer.betas)}")
+    if optimizer.clip is not None and optimizer.clip <= 0:
+        raise ValueError(f"optimizer.clip must be above 0, or null, got {optimizer.clip}")
 
 
 def _check_first_alphas(config: RunConfig) -> None:
@@ -193,7 +216,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     elif hint is type(None) and value is None:
         return value
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        if abs(value) <= sys.float_info.max:  # which NaN is not either
+            return float(value)
     elif isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise ValueError(f"{path} must be {_readable(hint)}, got {value!r}")

@@ -44,6 +44,8 @@ class Trainer:
                 )
             for length in (config.shortest, config.longest):
                 task.check_length(length)
+        for length in (*config.validate_lengths, *config.test_lengths):  # now, and not when the training is done
+            self.task.check_length(length)
         torch.manual_seed(config.seed)
         self.model = Decoder(config.model).to(self.device)
         self.copies = LowCopies(self.model) if config.precision == "bfloat16" else None
