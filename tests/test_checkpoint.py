@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +82,28 @@ def test_the_same_step_again_takes_the_place(tmp_path: Path) -> None:
     assert len(saved(tmp_path)) == 1
 
 
+def test_a_kill_while_a_step_is_saved_again_leaves_no_half_of_it_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, small(6))
+    save(tmp_path, small(7))
+    remove = shutil.rmtree
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if path.name != "draft" and path.exists():
+            (path / "index.json").unlink()
+            raise KeyboardInterrupt
+        remove(path, ignore_errors=ignore_errors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, small(7))
+    assert [load(path).step for path in saved(tmp_path)] == [6, 7]
+    save(tmp_path, small(8))
+    assert sorted(os.listdir(tmp_path)) == ["step-00000007", "step-00000008"]
+
+
 def full_disk_after(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
     left = iter(range(writes))
 
@@ -136,8 +159,11 @@ def _flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-def _drop_tensor_list(path: Path) -> None:
-    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "tensors"}))
+def _without(lost: str) -> Callable[[Path], object]:
+    def drop(path: Path) -> None:
+        path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != lost}))
+
+    return drop
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
@@ -147,7 +173,8 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "cut-index": ("index.json", lambda path: path.write_bytes(path.read_bytes()[:40]), "cannot be read"),
     "empty-index": ("index.json", lambda path: path.write_text(""), "cannot be read"),
     "another-index": ("index.json", lambda path: path.write_text("[1]"), "cannot be read"),
-    "poor-index": ("index.json", _drop_tensor_list, "cannot be read: 'tensors'"),
+    "poor-index": ("index.json", _without("tensors"), "cannot be read: 'tensors'"),
+    "index-without-step": ("index.json", _without("step"), "cannot be read: 'step'"),
     "missing-index": ("index.json", Path.unlink, "No such file"),
     "cut-config": ("config.json", lambda path: path.write_text('{"a'), "cannot be read"),
     "missing-config": ("config.json", Path.unlink, "No such file"),

@@ -39,16 +39,18 @@ class Checkpoint:
 def save(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
     """Write `checkpoint` into `folder` and return its path; only the `keep` newest stay."""
     path = folder / f"step-{checkpoint.step:08d}"  # see step_of
-    draft = folder / "draft"  # one name, so that what a kill left behind goes with the next
+    draft, replaced = folder / "draft", folder / "replaced"  # fixed names: what a kill left behind goes with the next
     try:
-        shutil.rmtree(draft, ignore_errors=True)
+        for rest in (draft, replaced):
+            shutil.rmtree(rest, ignore_errors=True)
         draft.mkdir(parents=True)
         index = _write_parts(draft, checkpoint.tensors)
         _write(draft / "config.json", json.dumps(checkpoint.config, indent=2).encode())
         _write(draft / "index.json", json.dumps({"step": checkpoint.step, **index}).encode())
-        if path.exists():  # the same step again, after a resume
-            shutil.rmtree(path)
+        if path.exists():  # the same step again; half deleted it must not keep its name
+            path.rename(replaced)
         draft.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(f"could not write {path}: {error}. {_survivor(folder)}") from error
@@ -91,9 +93,9 @@ def load(path: Path) -> Checkpoint:
             name: torch.cat([parts[part][key] for part, key in pieces]).reshape(shape)
             for name, (shape, pieces) in index["tensors"].items()
         }
+        return Checkpoint(index["step"], config, tensors)
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. {_others(path)}") from error
-    return Checkpoint(index["step"], config, tensors)
 
 
 def _write_parts(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
