@@ -6,12 +6,13 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_runs import TINY, log_of, tiny, train
 
-from longspan.evaluate.ladder import Measurement
+from longspan.evaluate.ladder import Measurement, measure
 from longspan.results import Row
 from longspan.tasks.base import Task
 from longspan.train import checkpoint as checkpoints
@@ -99,6 +100,25 @@ def test_a_crash_goes_on_from_the_last_checkpoint(
     assert train(TINY, tmp_path).ending == "finished"
     assert [row["step"] for row in log_of(tmp_path, "start")] == [0, 10]
     assert_same_end(tmp_path, whole["muon"])
+
+
+def test_a_kill_in_a_validation_costs_no_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny(save_every=7)  # saved at the steps that are validated
+    train(config, tmp_path / "whole")
+
+    def killed(*arguments: Any, **options: Any) -> Measurement:
+        if len(log_of(tmp_path / "killed", "validate")) == 1:
+            raise KeyboardInterrupt
+        return measure(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "measure", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, tmp_path / "killed")
+    assert train(config, tmp_path / "killed").ending == "finished"
+    steps = [[row["step"] for row in log_of(tmp_path / name, "validate")] for name in ("killed", "whole")]
+    assert steps[0] == steps[1] == [7, 14, 21, 28, 30]
+    assert_same_end(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_a_full_disk_stops_the_run_and_costs_no_checkpoint(

@@ -116,10 +116,11 @@ def _train(trainer: Trainer, folder: Path, note: Report, stop: Stop, started: fl
             now = time.monotonic()
             _log(trainer, metrics, note, (trainer.step - logged_step) / max(now - logged, 1e-9))
             logged, logged_step = now, trainer.step
-        if trainer.step % config.save_every == 0 and not ended:
-            _save(trainer, folder)
         if ended or (config.validate_every and trainer.step % config.validate_every == 0):
             _validate(trainer, folder, note)
+        # After the validation: who goes on from this step must have had it.
+        if trainer.step % config.save_every == 0 and not ended:
+            _save(trainer, folder)
 
 
 def holds_another(folder: Path, config: RunConfig) -> bool:
