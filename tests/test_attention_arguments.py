@@ -74,6 +74,11 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "alpha_below_1": (lambda: attention(Q, K, K, alpha=0.5), ValueError, "alpha must be a finite number >= 1"),
     "alpha_below_1_chunked": (lambda: attention(Q, K, K, alpha=0.5, impl="chunked"), ValueError, "finite number >= 1"),
+    "alpha_of_nothing": (
+        lambda: attention(Q[:, :, :0], K, K, alpha=float("nan")),
+        ValueError,
+        "alpha must be a finite number >= 1",
+    ),
     "unknown_impl": (
         lambda: attention(Q, K, K, impl="flash"),
         ValueError,

@@ -134,6 +134,13 @@ def test_a_call_it_cannot_serve_is_refused(options: dict[str, Any], reason: str,
     assert which_impl(q, q, q, **options) == "reference"
 
 
+@pytest.mark.parametrize("alpha", [0.5, -1.0, float("inf"), float("nan")])
+def test_an_alpha_that_is_none_is_refused(alpha: float, device: torch.device) -> None:
+    q = torch.randn(1, 1, 4, 8, device=device)
+    with pytest.raises(ValueError, match="alpha must be a finite number >= 1"):
+        attention(q, q, q, alpha=alpha, impl="triton")
+
+
 def test_sizes_it_cannot_hold_are_refused(device: torch.device) -> None:
     for shape, dtype, reason in (
         ((1, 1, 8, 264), torch.float32, "256 dims"),

@@ -13,7 +13,7 @@ from longspan.functional.chunked import RowStats, chunked_attention, empty_stats
 from longspan.functional.entmax import HAS_TRITON, entmax, threshold
 from longspan.functional.reference import dense_attention, dense_scores
 from longspan.functional.scores import Rules, tracked
-from longspan.functional.threshold import Alpha
+from longspan.functional.threshold import Alpha, alpha_range
 from longspan.kernels.pages import MANY_KEYS, MOST_QUERIES
 
 IMPLEMENTATIONS = ("reference", "chunked", "triton")
@@ -326,7 +326,7 @@ def _check(
         if alpha.shape not in ((), (1,), (q.shape[1],)):
             raise ValueError(f"alpha must be a number or of shape () or ({q.shape[1]},), got {tuple(alpha.shape)}")
         return rules, alpha.to(q.device)
-    return rules, float(alpha)
+    return rules, alpha_range(alpha).low
 
 
 def _choose(impl: str, q: Tensor, k: Tensor, v: Tensor, alpha: Alpha) -> str:
