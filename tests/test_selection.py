@@ -89,6 +89,10 @@ def test_a_run_that_diverged_counts_as_nothing_right() -> None:
     steady = validated(OWN, {512: 50.0}, {512: 50.0})
     assert one(lucky + steady).chosen.recipe == OWN
     assert one([*lucky[:-1], *steady]).chosen.recipe == HIGH
+    measured = whole(HIGH, 1, {512: 80.0}, {}, ending="diverged", step=900)  # by the checkpoint that was best before
+    assert one([*lucky[:-1], *measured, *steady]).chosen.recipe == OWN
+    went_on = run(HIGH, 1, time="2026-01-02T00:00:00Z")
+    assert one([*lucky[:-1], *measured, went_on, *steady]).chosen.recipe == HIGH
     cut = run(HIGH, 1, ending="cut", step=10)  # killed, which says nothing about the rate
     assert one([*lucky[:-1], cut, *steady]).chosen.recipe == HIGH
 

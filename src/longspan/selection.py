@@ -70,17 +70,22 @@ class Candidate:
             if row["length"] <= VALIDATION_MULTIPLES[-1] * _trained_to(row)
         }
 
+    def ended_badly(self) -> set[int]:
+        """The seeds whose runs diverged or failed."""
+        return {row["seed"] for row in self.runs if row["ending"] in _ENDED_BADLY}
+
     def judged(self) -> set[int]:
         """The seeds that can be compared: validated, or known to have ended badly."""
-        bad = {row["seed"] for row in self.runs if row["ending"] in _ENDED_BADLY}
-        return bad | {seed for _, seed in self.validation()}
+        return self.ended_badly() | {seed for _, seed in self.validation()}
 
     def score(self, lengths: Sequence[int], seeds: Iterable[int]) -> tuple[float, ...]:
         """Means over seeds: the task's metric by length, and last the accuracy by token over all; missing is 0.
 
-        The average, because alone at the longest length it would rank what is left of chance.
+        So is what was measured of a run before it ended badly. By token it is the average, because alone at the longest
+        length it would rank what is left of chance.
         """
-        rows, seeds = self.validation(), list(seeds)
+        bad, seeds = self.ended_badly(), list(seeds)
+        rows = {(length, seed): row for (length, seed), row in self.validation().items() if seed not in bad}
 
         def mean(key: str, length: int) -> float:
             return sum(rows[length, seed][key] for seed in seeds if (length, seed) in rows) / max(len(seeds), 1)
