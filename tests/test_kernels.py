@@ -134,6 +134,19 @@ def test_a_call_it_cannot_serve_is_refused(options: dict[str, Any], reason: str,
     assert which_impl(q, q, q, **options) == "reference"
 
 
+@pytest.mark.parametrize("alpha", [1 + 1e-9, 1 + 1e-7, 1.00001, 1.0002, 1.001])
+@pytest.mark.parametrize(("queries", "keys"), [(40, 40), (2, 1030)], ids=["short", "decoding"])
+def test_an_alpha_next_to_1_is_next_to_softmax(alpha: float, queries: int, keys: int, device: torch.device) -> None:
+    """A power of 1 / (alpha - 1) of float32 numbers has few digits, or none."""
+    q, k, v = (torch.randn(1, 2, time, 16, device=device) for time in (queries, keys, keys))
+    exact, statistics = attention(q.double(), k.double(), v.double(), alpha=alpha, return_stats=True)
+    torch.testing.assert_close(attention(q, k, v, alpha=alpha, impl="triton").double(), exact, rtol=0, atol=2e-3)
+    out, found = attention(q, k, v, alpha=alpha, impl="triton", return_stats=True)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-3)
+    for ours, theirs in zip(found[:4], statistics[:4], strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("alpha", [0.5, -1.0, float("inf"), float("nan")])
 def test_an_alpha_that_is_none_is_refused(alpha: float, device: torch.device) -> None:
     q = torch.randn(1, 1, 4, 8, device=device)

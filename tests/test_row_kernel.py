@@ -51,6 +51,7 @@ def test_it_takes_what_it_says(device: torch.device) -> None:
     scores = torch.randn(3, 5)
     assert rows.serves(scores, 1.5)
     assert not rows.serves(scores, 1.0)
+    assert not rows.serves(scores, 1.01)  # its powers would have four digits
     assert not rows.serves(scores, 2.5)
     assert not rows.serves(scores.double(), 1.5)
     assert not rows.serves(torch.empty(2, rows.LONGEST + 1), 1.5)

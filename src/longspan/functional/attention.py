@@ -13,7 +13,7 @@ from longspan.functional.chunked import RowStats, chunked_attention, empty_stats
 from longspan.functional.entmax import HAS_TRITON, entmax, threshold
 from longspan.functional.reference import dense_attention, dense_scores
 from longspan.functional.scores import Rules, tracked
-from longspan.functional.threshold import Alpha, alpha_range
+from longspan.functional.threshold import Alpha, alpha_of_kernels, alpha_range
 from longspan.kernels.pages import MANY_KEYS, MOST_QUERIES
 
 IMPLEMENTATIONS = ("reference", "chunked", "triton")
@@ -122,6 +122,7 @@ def attention(
 def _by_kernels(
     q: Tensor, k: Tensor, v: Tensor, scales: Tensor | None, rules: Rules, alpha: float, return_stats: bool
 ) -> Tensor | tuple[Tensor, AttentionStats]:
+    alpha = alpha_of_kernels(alpha)
     # Rows that fit on the chip are solved there, without a list of tiles.
     short = on_chip(q, k, v) and alpha <= 2 and not return_stats
     if not short:

@@ -10,7 +10,7 @@ from torch import Tensor
 from longspan.functional.attention import AttentionStats
 from longspan.functional.entmax import HAS_TRITON, entmax, threshold
 from longspan.functional.scores import grouped_product
-from longspan.functional.threshold import alpha_range
+from longspan.functional.threshold import alpha_of_kernels, alpha_range
 from longspan.kernels.pages import MOST_QUERIES, PAGE
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -242,6 +242,7 @@ def _by_kernels(
     from longspan.kernels.decode_ops import Decoded, decode_attention
 
     slopes, scale, scales, lengths, starts, table, summary = where
+    alpha = alpha_of_kernels(alpha)
     scales = None if scales is None else scales.float()
     known = (None, None, None) if summary is None else summary
     made = Decoded(

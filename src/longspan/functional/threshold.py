@@ -53,6 +53,15 @@ def alpha_range(alpha: Alpha) -> AlphaRange:
     return AlphaRange(low, high)
 
 
+def alpha_of_kernels(alpha: float) -> float:
+    """The alpha that kernels compute with: 1 where softmax is nearer to it than they would be.
+
+    They raise float32 numbers to the power 1 / (alpha - 1), which takes 1e-7 / (alpha - 1) off a weight's digits;
+    softmax is off by a few times alpha - 1. The two meet here, near 1e-3; at 1 + 1e-7 no digit would be left.
+    """
+    return 1.0 if alpha < 1.0002 else alpha
+
+
 def _tiny() -> float:
     """The smallest normal number of float32.
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from longspan.kernels.solver import gains, heights, kind_of, powers_of, row_maximum
 
 LONGEST = 1 << 14  # scores of a row that registers hold
+LOWEST = 1.05  # alpha: nearer to 1 the powers of heights lose more digits than the solver in plain torch does
 
 
 @triton.jit(do_not_specialize=["ROWS", "N"])
@@ -32,7 +33,7 @@ def rows_kernel(Scores, Weights, a, r, ROWS, N, KIND: tl.constexpr, M: tl.conste
 
 @torch.library.custom_op("longspan::entmax_rows", mutates_args=())
 def entmax_rows(scores: Tensor, alpha: float) -> Tensor:
-    """The weights of every row of float32 scores, 1 < alpha <= 2; not differentiable by itself."""
+    """The weights of every row of float32 scores, LOWEST <= alpha <= 2; not differentiable by itself."""
     scores = scores.contiguous()
     weights = torch.empty_like(scores)
     length = scores.shape[-1]
@@ -53,4 +54,4 @@ def _(scores: Tensor, alpha: float) -> Tensor:
 
 def serves(scores: Tensor, alpha: float) -> bool:
     """Whether the kernel takes such rows."""
-    return scores.dtype == torch.float32 and 1 < alpha <= 2 and 0 < scores.shape[-1] <= LONGEST
+    return scores.dtype == torch.float32 and LOWEST <= alpha <= 2 and 0 < scores.shape[-1] <= LONGEST
