@@ -144,6 +144,17 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [(row["method"], row["length"]) for row in rows[len(whole) :]] == [("entmax 2", n) for n in LENGTHS]
 
 
+def test_what_a_method_was_not_measured_as_is_missing_too(tmp_path: Path) -> None:
+    words = ["demo", "--out", str(tmp_path), "--steps", "2", "--samples", "3", "--method", "softmax"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    path = tmp_path / "rows.jsonl"
+    whole = [(row["method"], row["length"]) for row in read_rows(path)]
+    assert whole[-1] == ("adaptive temperature", LENGTHS[-1])  # softmax, trained once, with another normaliser
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert CliRunner().invoke(app, [*words, "--resume"]).exit_code == 0
+    assert [(row["method"], row["length"]) for row in read_rows(path)] == whole
+
+
 def test_rows_of_another_run_are_not_gone_on_with(tmp_path: Path) -> None:
     words = ["demo", "--out", str(tmp_path), "--steps", "2", "--samples", "3", "--method", "top-2"]
     assert CliRunner().invoke(app, words).exit_code == 0

@@ -44,6 +44,11 @@ class Contestant:
     scaler: Callable[[], Scaler] = NoScale
     at_inference: tuple[tuple[str, Callable[[], Normalizer]], ...] = ()
 
+    @property
+    def measured_as(self) -> tuple[str, ...]:
+        """What its rows call it."""
+        return self.name, *(name for name, _ in self.at_inference)
+
 
 Training = Literal["demo", "paper"]
 

@@ -44,8 +44,8 @@ def demo(
     draft.unlink(missing_ok=True)
     append_rows(draft, rows)
     draft.replace(path)
-    measured = Counter(row["method"] for row in rows)
-    missing = [name for name in names if measured[name] < len(config.lengths)]
+    measured = {row["method"] for row in rows}
+    missing = [name for name in names if name not in measured]
     started = time.monotonic()
     interrupted = False
     try:
@@ -86,13 +86,17 @@ def _names(every: bool, methods: list[str] | None) -> list[str]:
 
 def _kept(path: Path, config: "DemoConfig") -> list[Row]:
     """The rows of an earlier, stopped run; those of a method that was not measured to the end are left out."""
+    from longspan import demo as story
+
     rows = list(read_rows(path)) if path.exists() else []
     said = {"training": config.training, "steps": config.steps, "samples": config.samples, "seed": config.seed}
     for row in rows:
         if any(row.get(key) != value for key, value in said.items()):
             fail(f"{path} has rows of another run ({row}); choose another folder")
     measured = Counter(row["method"] for row in rows)
-    return [row for row in rows if measured[row["method"]] == len(config.lengths)]
+    names = [each.measured_as for each in story.contestants()]
+    whole = [each for each in names if all(measured[name] == len(config.lengths) for name in each)]
+    return [row for row in rows if any(row["method"] in each for each in whole)]
 
 
 def _progress() -> Progress:
