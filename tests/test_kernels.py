@@ -9,7 +9,7 @@ from attention_cases import Case, attend, call_of, gradients
 from test_attention import SMALL
 from torch import Tensor
 
-from longspan import attention, which_impl
+from longspan import attention, decode, which_impl
 from longspan.functional.scores import Rules, fellow_tokens, visible_tokens
 
 pytest.importorskip("triton")
@@ -124,8 +124,9 @@ def test_compiles_whole_and_serves_other_lengths_without_compiling_again(device:
     ("options", "reason"),
     [
         ({"alpha": torch.tensor(1.5)}, "alpha must be a number"),
+        ({"alpha": 5.0}, "alpha of at most 4, got 5"),
     ],
-    ids=["learnt_alpha"],
+    ids=["learnt_alpha", "large_alpha"],
 )
 def test_a_call_it_cannot_serve_is_refused(options: dict[str, Any], reason: str, device: torch.device) -> None:
     q = torch.randn(1, 2, 8, 8, device=device)
@@ -152,6 +153,16 @@ def test_an_alpha_that_is_none_is_refused(alpha: float, device: torch.device) ->
     q = torch.randn(1, 1, 4, 8, device=device)
     with pytest.raises(ValueError, match="alpha must be a finite number >= 1"):
         attention(q, q, q, alpha=alpha, impl="triton")
+
+
+def test_a_large_alpha_is_decoded_in_plain_torch(device: torch.device) -> None:
+    """At alpha 16 a weight of 0.3 is 1e-8 above its threshold, which float32 does not see next to a maximum of 1."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, time, 16, device=device) for time in (1, 1030, 1030))
+    with pytest.raises(ValueError, match="alpha of at most 4, got 16"):
+        decode(q, k, v, alpha=16.0, impl="triton")
+    exact = decode(q.double(), k.double(), v.double(), alpha=16.0)
+    torch.testing.assert_close(decode(q, k, v, alpha=16.0).double(), exact, rtol=0, atol=1e-5)
 
 
 def test_sizes_it_cannot_hold_are_refused(device: torch.device) -> None:

@@ -18,6 +18,9 @@ from longspan.kernels.pages import MANY_KEYS, MOST_QUERIES
 
 IMPLEMENTATIONS = ("reference", "chunked", "triton")
 
+# Of kernels. A weight is a root of its distance to the threshold: beside a maximum of 1 float32 has digits for weights
+# from 0.004 at alpha 4, from 0.1 at 8, from 0.3 at 16, and what is smaller may be lost.
+HIGHEST_ALPHA = 4
 
 # Looked up once: inside a compiled function the environment cannot be read.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -253,6 +256,8 @@ def triton_cannot(q: Tensor, k: Tensor, v: Tensor, alpha: Alpha) -> str | None:
         return "triton is not installed: pip install 'longspan[gpu]'"
     if isinstance(alpha, Tensor):
         return "alpha must be a number: a learnt alpha has no kernel yet"
+    if alpha > HIGHEST_ALPHA:
+        return f"it takes an alpha of at most {HIGHEST_ALPHA}, got {alpha:g}"
     if q.dtype == torch.float64:
         return "it does not compute in float64"
     if max(q.shape[3], v.shape[3]) > 256:

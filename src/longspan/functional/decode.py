@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from longspan.functional.attention import AttentionStats
+from longspan.functional.attention import HIGHEST_ALPHA, AttentionStats
 from longspan.functional.entmax import HAS_TRITON, entmax, threshold
 from longspan.functional.scores import grouped_product
 from longspan.functional.threshold import alpha_of_kernels, alpha_range
@@ -145,7 +145,7 @@ def decode(
     alpha_range(alpha)
     if impl not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"impl must be 'auto' or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    reason = kernels_cannot(q, v)
+    reason = kernels_cannot(q, v, alpha)
     if impl == "triton" and reason:
         raise ValueError(f"impl='triton' cannot serve this call: {reason}")
     if reason is None and (impl == "triton" or (impl == "auto" and q.is_cuda)):
@@ -166,7 +166,7 @@ def _pages_in_use(table: Tensor, lengths: Tensor, starts: Tensor | None) -> Tens
     return torch.where(used, table, 0).long()
 
 
-def kernels_cannot(q: Tensor, v: Tensor) -> str | None:
+def kernels_cannot(q: Tensor, v: Tensor, alpha: float) -> str | None:
     """Why ``impl="triton"`` does not serve a call; None if it does."""
     if not (q.is_cuda or _INTERPRETED):
         return "it needs a GPU"
@@ -174,6 +174,8 @@ def kernels_cannot(q: Tensor, v: Tensor) -> str | None:
         return "triton is not installed: pip install 'longspan[gpu]'"
     if q.dtype == torch.float64:
         return "it does not compute in float64"
+    if alpha > HIGHEST_ALPHA:
+        return f"it takes an alpha of at most {HIGHEST_ALPHA}, got {alpha:g}"
     if max(q.shape[3], v.shape[3]) > 256:
         return f"it takes heads of at most 256 dims, got {max(q.shape[3], v.shape[3])}"
     if q.shape[2] > MOST_QUERIES:

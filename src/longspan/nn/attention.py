@@ -199,6 +199,7 @@ class Attention(nn.Module):
         form, slopes = self.normalizer.entmax_form(), self.position.slopes
         assert form is not None
         assert not isinstance(form.alpha, Tensor)
+        by_kernels = kernels_cannot(q, v, form.alpha) is None
         return decode(
             q,
             k,
@@ -208,7 +209,7 @@ class Attention(nn.Module):
             scale=self.scale / form.temperature,
             starts=None if cache.starts is None else cache.starts.to(q.device),
             # Only a distance makes the norms of pages worth knowing, and only kernels leave out pages.
-            summary=cache.summary() if (slopes is not None or cache.boxes) and kernels_cannot(q, v) is None else None,
+            summary=cache.summary() if (slopes is not None or cache.boxes) and by_kernels else None,
             impl=self.impl,
         )
 
