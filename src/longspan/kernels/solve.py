@@ -6,7 +6,7 @@ For alpha <= 1.5, and above for the rows with more candidates than `candidates.p
 import triton
 import triton.language as tl
 
-from longspan.kernels.solver import curved_fall, gains, inside, joined_norm, secant_step
+from longspan.kernels.solver import curved_fall, gains, inside, joined_norm, positive, secant_step
 from longspan.kernels.tiles import (
     SIZES,
     block_of_queries,
@@ -39,7 +39,7 @@ def _sums(q, K, k_t, k_d, begin, count, List, positions, own, maximum, height, m
         mass += tl.sum(gain * u, 1)
         gain_mass += tl.sum(gain, 1)
         if KIND == 4:
-            support += tl.sum(tl.where(u > 0, 1.0, 0.0), 1)
+            support += tl.sum(positive(u), 1)
     return mass, gain_mass, support
 
 

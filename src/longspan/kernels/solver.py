@@ -68,6 +68,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     def quotient(x, y):
         return x / y
 
+    @triton.jit
+    def positive(x):
+        """1 where x > 0, else 0."""
+        return tl.where(x > 0, 1.0, 0.0)
+
 else:
 
     @triton.jit
@@ -87,6 +92,13 @@ else:
     def quotient(x, y):
         """``x / y`` to two digits in the last place for 2^-126 < y < 2^126; beyond, `/` costs three times as much."""
         return libdevice.fast_dividef(x, y)
+
+    @triton.jit
+    def positive(x):
+        """1 where x > 0, else 0. One instruction, where a sum of comparisons is packed into bits and unpacked again."""
+        return tl.inline_asm_elementwise(
+            "set.gt.f32.f32 $0, $1, 0f00000000;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
