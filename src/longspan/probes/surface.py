@@ -50,7 +50,8 @@ def one_radius(direction: Sequence[float], alpha: float) -> float:
 
 def jump(weights: Weights, starts: Tensor, halvings: int = 44) -> float:
     """The largest step of p_0 along z_2 that is left when the interval holding it is halved again and again."""
-    low, high = torch.full_like(starts, -EDGE), torch.full_like(starts, EDGE)
+    # Not the middle of the axis, which halving would land on: there z_2 ties with 0, and ties take a jump in two steps.
+    low, high = torch.full_like(starts, -EDGE), torch.full_like(starts, EDGE - 1 / 3)
 
     def at(z2: Tensor) -> Tensor:
         return weights(torch.stack([starts, z2], -1))[..., 0]
