@@ -3,7 +3,8 @@
 For one kernel after the other it tries other parts of a tile, warps, depths of the pipeline and limits of registers,
 all else as it is, on the workloads of `benchmarks/attention.py`. A ratio below 1 is faster; the one in use is timed
 again beside each, since a GPU's clock drifts. Launches that do not fit are left out, and so are those whose results
-differ. A launch takes some seconds to compile.
+differ. A launch takes some seconds to compile. `tiles` changes how many keys live or die together, and the survey with
+them; the other kernels take such tiles in the parts they have.
 
     python benchmarks/launches.py --kernels key query --dims 64 --lengths 1024 4096 --kinds random topics4
 """
@@ -26,15 +27,20 @@ from longspan.kernels import ops
 from longspan.kernels.ops import Blocks, Launch
 from longspan.results import append_rows, provenance
 
-KERNELS = ("survey", "solve", "output", "output_alone", "query", "key")
+KERNELS = ("survey", "tiles", "solve", "output", "output_alone", "query", "key")
 REGISTERS = (None, 128, 168)
 OF_A_PROCESSOR = 65536  # registers
 HELD = {"query": 1, "output_alone": 1, "key": 2, "output": 2}  # sums as wide as a head, beside two tiles of scores
 
 
+def launched(blocks: Blocks, kernel: str) -> Launch:
+    launch: Launch = getattr(blocks, "survey" if kernel == "tiles" else kernel)
+    return launch
+
+
 def fits(blocks: Blocks, kernel: str, dim: int) -> bool:
     """Whether a launch's sums and scores may find room in registers, roughly."""
-    launch: Launch = getattr(blocks, kernel)
+    launch = launched(blocks, kernel)
     rows = blocks.keys_at_once if kernel == "key" else blocks.rows
     tiles = 2 if kernel in HELD else 1
     numbers = rows * (HELD.get(kernel, 0) * dim + tiles * launch.part) // (32 * launch.warps)
@@ -44,14 +50,23 @@ def fits(blocks: Blocks, kernel: str, dim: int) -> bool:
 
 def others(blocks: Blocks, kernel: str, dim: int) -> Iterator[Blocks]:
     """Blocks that differ in one kernel's launch alone; of the keys' also in how many it takes at once."""
-    now: Launch = getattr(blocks, kernel)
-    parts = [blocks.keys] if kernel == "survey" else [part for part in (32, 64, 128) if part <= blocks.keys]
-    at_once = [keys for keys in (64, 128) if keys <= blocks.keys] if kernel == "key" else [blocks.keys_at_once]
-    for part, warps, stages, registers, keys in product(parts, (4, 8), (2, 3), REGISTERS, at_once):
-        launch = Launch(part, warps, stages, registers, now.fused)
-        tried = blocks._replace(**{kernel: launch, "keys_at_once": keys})  # type: ignore[arg-type]
-        if tried != blocks and fits(tried, kernel, dim):
-            yield tried
+    now = launched(blocks, kernel)
+    sizes = [keys for keys in (64, 128) if keys != blocks.keys] if kernel == "tiles" else [blocks.keys]
+    for keys in sizes:
+        parts = [keys] if kernel in ("survey", "tiles") else [part for part in (32, 64, 128) if part <= keys]
+        at_once = [some for some in (64, 128) if some <= keys] if kernel == "key" else [blocks.keys_at_once]
+        for part, warps, stages, registers, some in product(parts, (4, 8), (2, 3), REGISTERS, at_once):
+            launch = Launch(part, warps, stages, registers, now.fused)
+            name = "survey" if kernel == "tiles" else kernel
+            tried = blocks._replace(**{name: launch, "keys": keys, "keys_at_once": some})  # type: ignore[arg-type]
+            if tried != blocks and fits(tried, kernel, dim) and _holds_parts(tried):
+                yield tried
+
+
+def _holds_parts(blocks: Blocks) -> bool:
+    """Whether a tile is made up of whole parts for every kernel."""
+    launches = (blocks.solve, blocks.output, blocks.output_alone, blocks.query)
+    return all(launch.part <= blocks.keys for launch in launches) and blocks.keys_at_once <= blocks.keys
 
 
 def work(inputs: list[Tensor], slopes: Tensor | None, backward: bool) -> list[Tensor]:
@@ -104,7 +119,7 @@ def main() -> None:
             if time.monotonic() - begun > 60 * arguments.minutes:
                 print("out of time: the rest is left out")
                 break
-            launch = getattr(tried, kernel)
+            launch = launched(tried, kernel)
             said = f"{kernel} {dim}: part {launch.part}, {launch.warps} warps, {launch.stages} stages, "
             said += f"{launch.registers} registers" + (f", {tried.keys_at_once} keys" if kernel == "key" else "")
             try:
@@ -117,7 +132,8 @@ def main() -> None:
                 continue
             for (length, kind), (mine, over) in found.items():
                 row = {"kernel": kernel, "dim": dim, "length": length, "kind": kind, **launch._asdict()}
-                append_rows(arguments.out, [row | {"keys": tried.keys_at_once, "ms": mine, "ratio": over} | origin])
+                row |= {"keys": tried.keys, "keys_at_once": tried.keys_at_once, "ms": mine, "ratio": over}
+                append_rows(arguments.out, [row | origin])
             mean = math.exp(statistics.mean(math.log(over) for _, over in found.values()))
             best.append((mean, said + ": " + ", ".join(f"{over:.3f}" for _, over in found.values())))
             print(best[-1][1], flush=True)
