@@ -12,6 +12,7 @@ from tiny_runs import TINY_EDITS, log_of
 from typer.testing import CliRunner, Result
 
 from longspan import cli, plots
+from longspan.cli.console import console
 from longspan.paper.recipes import recipe_names
 from longspan.results import append_rows, read_rows
 from longspan.tasks import task_names
@@ -144,6 +145,13 @@ def test_tasks_are_listed_and_shown() -> None:
     assert succeed("tasks", "show", "copy", "--seed=1") != succeed("tasks", "show", "copy", "--seed=2")
 
 
+def test_what_is_listed_keeps_its_lines_on_a_narrow_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = [succeed("recipes", "copy/nope"), succeed("tasks", "show", "copy")]
+    monkeypatch.setattr(console, "width", 20)
+    assert [succeed("recipes", "copy/nope"), succeed("tasks", "show", "copy")] == wide
+    assert wide[1].count("\n") == 3
+
+
 def test_recipes_are_listed() -> None:
     assert succeed("recipes").split() == recipe_names()
     found = succeed("recipes", "copy/nope").split()
@@ -161,6 +169,7 @@ WRONG = {
     "edit-value": (["train", "copy", "--set", "steps=many"], "steps must be int, got 'many'"),
     "edit-range": (["train", "copy", "--smoke", "--set", "steps=0", "--out=x"], "steps must be at least 1, got 0"),
     "device": (["train", "copy", "--smoke", "--device=warp"], "there is no device 'warp'"),
+    "device-without-numbers": (["train", "copy", "--smoke", "--device=meta"], "there is no device 'meta'"),
     "seed": (["train", "copy", "--seed=-1"], "greater than or equal to 0"),
     "option": (["train", "copy", "--stepz=3"], "No such option"),
     "no-argument": (["train"], "Missing argument"),
@@ -173,6 +182,9 @@ WRONG = {
     "no-rows": (["figure", "ladder", "copy", "--rows=."], "there are no result rows of copy"),
     "shown-task": (["tasks", "show", "copyy"], "unknown task 'copyy'"),
     "length": (["tasks", "show", "mqmtar", "--length=3"], "fewer than the 4 queries"),
+    "odd-rows": (["table", "copy", "--rows=odd.rows"], "odd.rows, line 1: not a JSON row"),
+    "odd-config": (["train", "copy", "--smoke", "--out=odd"], "odd/config.json: not an object of JSON"),
+    "cut-config": (["collect", "cut"], "cut/config.json: Expecting"),
     "folder": (["train", "copy", "--smoke", "--device=cpu", "--out=file/run"], "file/run"),
     "sweep": (["sweep", "copy", "--methods", "softmax", "hardmax"], "there is no recipe"),
 }
@@ -224,6 +236,10 @@ def test_a_wrong_argument_gets_a_message_and_no_traceback(
     args, message = WRONG[case]
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("in the way")
+    Path("odd.rows").write_text("[1]\n5\n")
+    for name, text in (("odd", "[1]"), ("cut", '{"task": ')):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(text)
     monkeypatch.setattr(sys, "argv", ["longspan", *args])
     with pytest.raises(SystemExit) as left:
         cli.main()

@@ -4,7 +4,6 @@ A row on a run has `event: run`: its recipe and what was changed, how it ended, 
 Rows are appended and never rewritten; of two rows on one run the later counts.
 """
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from longspan.evaluate.ladder import identity, purpose_of
 from longspan.paper.names import parse_name
 from longspan.results import Row, append_rows, read_rows
 from longspan.train import checkpoint as checkpoints
-from longspan.train.config import RunConfig, from_json
+from longspan.train.config import RunConfig, from_json, read_fields
 
 ESCAPED = 0.9  # accuracy by token above which a run has left the plateau
 _ENDINGS = ("finished", "stopped", "diverged", "failed")
@@ -144,11 +143,11 @@ def keep_weights(run: Path, into: Path) -> Path:
 def _is_language(folder: Path) -> bool:
     """Whether it holds the run of a language model: only these are trained on a corpus."""
     path = folder / "config.json"
-    return path.is_file() and "corpus" in json.loads(path.read_text())
+    return path.is_file() and "corpus" in read_fields(path)
 
 
 def _config(folder: Path) -> RunConfig:
-    return from_json(RunConfig, json.loads((folder / "config.json").read_text()))
+    return from_json(RunConfig, read_fields(folder / "config.json"))
 
 
 def _time(folder: Path, log: list[Row]) -> str:

@@ -40,11 +40,14 @@ def read_rows(path: Path) -> Iterator[Row]:
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            yield json.loads(line)
+            row = json.loads(line)
         except json.JSONDecodeError as error:
             if number == len(lines):
                 return
             raise ValueError(f"{path}, line {number}: not a JSON row ({error})") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}: not a JSON row, which is an object, but {line[:40]}")
+        yield row
 
 
 def now() -> str:

@@ -28,6 +28,8 @@ def device_named(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type != "cuda":  # there it would take memory of the GPU
+            torch.Generator(device)  # a name that torch knows need not be a device that is here, or that has numbers
     except RuntimeError as error:
         raise typer.BadParameter(f"there is no device {name!r}") from error
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -52,17 +52,18 @@ def show(
     generator = torch.Generator().manual_seed(stream_seed("train", seed))
     batch = task.sample(1, length, generator=generator)
     tokens, targets, mask = (part[0].tolist() for part in batch)
-    console.print(f"[bold]{task.name}[/bold]: {task.summary}; {len(tokens)} tokens", highlight=False)
-    console.print(f"[bold]reads [/bold] {task.render(tokens)}", highlight=False, markup=True)
+    heading = f"[bold]{task.name}[/bold]: {task.summary}; {len(tokens)} tokens"
+    console.print(heading, highlight=False, soft_wrap=True)
+    console.print(f"[bold]reads [/bold] {task.render(tokens)}", highlight=False, soft_wrap=True)
     shown = [task.symbol(target) if counts else "." for target, counts in zip(targets, mask, strict=True)]
-    console.print(f"[bold]wanted[/bold] {' '.join(shown)}", highlight=False)
+    console.print(f"[bold]wanted[/bold] {' '.join(shown)}", highlight=False, soft_wrap=True)
 
 
 def recipes(contains: Annotated[str, typer.Argument(help="Only those that contain this.")] = "") -> None:
     """List the recipes, one for every cell of the paper's synthetic tables."""
     for name in recipe_names():
         if contains in name:
-            console.print(name, highlight=False)
+            console.print(name, highlight=False, soft_wrap=True)
 
 
 def table(

@@ -8,6 +8,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from longspan.nn.decoder import AttentionConfig, DecoderConfig
@@ -79,6 +80,17 @@ def to_json(config: Any) -> dict[str, Any]:
 def from_json(cls: type[Config], data: dict[str, Any]) -> Config:
     """A config from its fields; unknown fields and wrong types are errors that name the field."""
     return _build(cls, data, "")
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """The fields of a config from its file; an error names the file."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: not an object of JSON")
+    return fields
 
 
 def fingerprint(config: RunConfig) -> str:
@@ -236,5 +248,6 @@ __all__ = [
     "edited",
     "fingerprint",
     "from_json",
+    "read_fields",
     "to_json",
 ]

@@ -18,7 +18,7 @@ import torch
 from longspan.evaluate.ladder import measure
 from longspan.results import Row, append_rows, now, provenance
 from longspan.train import checkpoint as checkpoints
-from longspan.train.config import RunConfig, fingerprint, from_json, to_json
+from longspan.train.config import RunConfig, fingerprint, from_json, read_fields, to_json
 from longspan.train.trainer import Metrics, Trainer, learning_rate, model_of
 
 Report = Callable[[Row], None]
@@ -126,7 +126,7 @@ def _train(trainer: Trainer, folder: Path, note: Report, stop: Stop, started: fl
 def holds_another(folder: Path, config: RunConfig) -> bool:
     """Whether the folder is that of a run of another config."""
     path = folder / "config.json"
-    return path.exists() and fingerprint(from_json(RunConfig, json.loads(path.read_text()))) != fingerprint(config)
+    return path.exists() and fingerprint(from_json(RunConfig, read_fields(path))) != fingerprint(config)
 
 
 def _claim(folder: Path, config: RunConfig) -> None:
