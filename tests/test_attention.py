@@ -155,6 +155,19 @@ def test_lower_precision(dtype: torch.dtype, alpha: float | tuple[float, ...], d
         assert of_chunked <= 2 * of_reference + 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_autocast_changes_nothing(impl: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Scores in half precision would be off by 0.1 where they are 30, and the threshold with them."""
+    call = call_of(Case(logits=8.0, slopes=(0.3, 0.0)), dtype, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        cast = attend(call, impl)
+    plain = attend(call, impl)
+    assert torch.equal(cast, plain)
+    found, wanted = gradients(cast, call), gradients(plain, call)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_parameters_keep_their_dtype(impl: str, device: torch.device) -> None:
     """Activations in bfloat16 with slopes and alpha learnt in float32, as in mixed-precision training."""

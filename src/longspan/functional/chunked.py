@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longspan.functional.entmax import entmax_vjp
-from longspan.functional.scores import Rules, distances, query_positions, score_block
+from longspan.functional.scores import Rules, distances, query_positions, score_block, without_autocast
 from longspan.functional.threshold import Alpha, AlphaRange, Anchor, alpha_range, solve, tau_of, weights
 
 _SCORES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # near a CPU's cache; a GPU wants more work at once
@@ -49,7 +49,8 @@ def chunked_attention(
 ) -> tuple[Tensor, RowStats | None]:
     """The output and, if asked for, the statistics of every row."""
     bounds = alpha_range(alpha)
-    out, *stats = _Chunked.apply(q, k, v, rules.slopes, alpha, rules, bounds, with_stats)
+    with without_autocast(q.device):
+        out, *stats = _Chunked.apply(q, k, v, rules.slopes, alpha, rules, bounds, with_stats)
     return out, RowStats(*stats) if with_stats else None
 
 

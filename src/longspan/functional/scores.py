@@ -6,6 +6,7 @@ Queries stand at the end of the keys (bottom-right alignment): query i has posit
 So a training pass, a prefill and a decoding step with a cache mean the same thing.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -34,12 +35,19 @@ def query_positions(query_time: int, key_time: int, device: torch.device) -> Ten
     return torch.arange(query_time, device=device) + (key_time - query_time)
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast would round scores to half precision: one of 30 by 0.1, which moves a threshold and what it leaves."""
+    return torch.autocast(device.type, enabled=False) if device.type != "meta" else nullcontext()
+
+
 def grouped_product(heads: Tensor, kv_heads: Tensor) -> Tensor:
     """``heads @ kv_heads`` where the right side may have fewer heads, each serving a run of the left's."""
     batch, num_heads, rows, inner = heads.shape
     shared_by = num_heads // kv_heads.shape[1]
     groups = heads.reshape(batch, kv_heads.shape[1], shared_by * rows, inner)
-    return (groups @ kv_heads).view(batch, num_heads, rows, kv_heads.shape[-1])
+    with without_autocast(heads.device):
+        product = groups @ kv_heads
+    return product.view(batch, num_heads, rows, kv_heads.shape[-1])
 
 
 def score_block(q: Tensor, k: Tensor, rules: Rules, rows: Tensor, keys: Tensor) -> Tensor:
