@@ -183,6 +183,12 @@ def test_a_folder_holds_one_run(tmp_path: Path) -> None:
     train(tiny(steps=2, log_every=1, name="watched more closely"), tmp_path)
 
 
+def test_a_run_that_cannot_be_leaves_its_folder_free(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not divide"):
+        train(tiny(steps=2, model__heads=3), tmp_path / "run")
+    assert train(tiny(steps=2), tmp_path / "run").ending == "finished"
+
+
 def test_a_checkpoint_of_another_config_is_refused() -> None:
     with pytest.raises(ValueError, match="another config"):
         Trainer(tiny(seed=1)).restore(Trainer(TINY).checkpoint())

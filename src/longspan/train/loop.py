@@ -76,9 +76,11 @@ def run(config: RunConfig, folder: Path, device: torch.device | str, report: Rep
     """
     import safetensors  # noqa: F401  (missing, it is missed now and not at the first checkpoint)
 
+    if holds_another(folder, config):
+        raise ValueError(f"{folder} holds a run of another config; choose another folder or delete it")
+    trainer = Trainer(config, device)  # before the folder is its own: it may be refused
     folder.mkdir(parents=True, exist_ok=True)
-    _claim(folder, config)
-    trainer = Trainer(config, device)
+    _write_whole(folder / "config.json", to_json(config))
     saved = checkpoints.saved(folder / "checkpoints")
     if saved:
         trainer.restore(checkpoints.load(saved[-1]))
@@ -127,13 +129,6 @@ def holds_another(folder: Path, config: RunConfig) -> bool:
     """Whether the folder is that of a run of another config."""
     path = folder / "config.json"
     return path.exists() and fingerprint(from_json(RunConfig, read_fields(path))) != fingerprint(config)
-
-
-def _claim(folder: Path, config: RunConfig) -> None:
-    """Write the config of a new run; refuse a folder that holds another run."""
-    if holds_another(folder, config):
-        raise ValueError(f"{folder} holds a run of another config; choose another folder or delete it")
-    _write_whole(folder / "config.json", to_json(config))
 
 
 def _log(trainer: Trainer, metrics: Metrics, note: Report, speed: float) -> None:
