@@ -100,6 +100,7 @@ def test_whole_recipes_with_their_edits_and_a_plan_in_its_order(jobs_of: Any, tm
         (["paper/copy"], "there is no recipe 'paper/copy'"),
         (["paper/copy/nape/softmax/huge"], "there is no size 'huge'"),
         (["paper/copy/nape/softmax+steps=x"], "steps must be int"),
+        (["copy", "--minutes=0.5"], "--minutes 0.5 leaves no time for training: --reserve is 30 seconds"),
     ],
 )
 def test_what_cannot_be_swept_is_told(

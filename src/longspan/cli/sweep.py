@@ -86,6 +86,8 @@ def sweep(
     from longspan.train.loop import stop_on_signals
 
     device_named(device)
+    if 60 * minutes <= reserve:
+        fail(f"--minutes {minutes:g} leaves no time for training: --reserve is {reserve:g} seconds")
     which = range(first_seed, first_seed + seeds)
     cells: list[tuple[str, Sequence[int]]] = [
         (f"{recipe}/{task}/{position}/{method}" if "/" not in task else task, which)
