@@ -43,7 +43,7 @@ def bounds_of_places(z, k, N: tl.constexpr):
     higher = tl.min(tl.where(above, z, float("inf")), 1)
     low, high = 0.5 * (edge + lower), 0.5 * (edge + higher)
     low = tl.where(low < edge, low, lower)
-    high = tl.where((high >= edge) & (high < higher), high, edge)
+    high = tl.where((high >= edge) & ((high < higher) | (own == 0)), high, edge)  # inf where nothing is above the edge
     return tl.where(few, float("-inf"), low), tl.where(few, float("-inf"), high), tl.where(few, 0.0, tl.log(part))
 
 
