@@ -87,6 +87,14 @@ def test_an_interrupted_evaluation_keeps_what_it_has(trained: Path, monkeypatch:
     assert not {9, 10} & set(lengths)
 
 
+@pytest.mark.parametrize("length", [-2, -1, 0])  # -2 is a width of 0 tokens, which a batch cannot be filled with
+def test_every_length_is_looked_at_before_one_is_measured(trained: Path, length: int) -> None:
+    before = (trained / "runs/one/results.jsonl").read_text()
+    with pytest.raises(ValueError, match=f"copy: length {length} is too short"):
+        invoke("evaluate", "runs/one", "--length=7", f"--length={length}", "--device=cpu")
+    assert (trained / "runs/one/results.jsonl").read_text() == before
+
+
 def test_the_table_shows_a_smoke_run_below_the_papers_lines(trained: Path) -> None:
     output = succeed("table", "copy")
     main, _, small = output.partition("Smoke runs")

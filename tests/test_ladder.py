@@ -191,3 +191,9 @@ def test_a_length_that_cannot_be_is_refused() -> None:
     task = get_task("mqmtar", alphabet=16, num_words=64, num_queries=2)
     with pytest.raises(ValueError, match="fewer than the 2 queries"):
         measure(Decoder(TINY.model), task, 5, 10)
+
+
+@pytest.mark.parametrize("length", [-1, 0])
+def test_a_length_that_no_sample_has_is_told(trained: Trainer, length: int) -> None:
+    with pytest.raises(ValueError, match=f"copy: length {length} is too short"):
+        measure(trained.model, trained.task, length, 4)

@@ -109,6 +109,8 @@ def evaluate(
     path = folder / "results.jsonl"
     purposes: list[Purpose] = ["validation", "test"] if purpose == "both" else [purpose]
     plan = {each: _wanted(config, each, lengths, samples) for each in purposes}
+    for length in {length for wanted in plan.values() for length in wanted}:  # all of them before the first is measured
+        task.check_length(length)
     stopped = False
     shown = Table("length", config.model.attention.method, "95 %", "by token", "samples", "seconds", box=None)
     try:

@@ -53,6 +53,7 @@ def measure(
 
     The samples depend on the purpose and the length alone: not on the device, nor on how many fit at once.
     """
+    task.check_length(length)
     device = next(model.parameters()).device
     started = time.monotonic()
     rows = _rows_at_once(model, task.time(length), device)
