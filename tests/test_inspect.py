@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from tiny_runs import tiny, train
 from typer.testing import CliRunner
 
@@ -27,6 +28,7 @@ from longspan.functional import attention_weights
 from longspan.nn.decoder import AttentionConfig, Decoder, DecoderConfig
 from longspan.nn.methods import METHODS
 from longspan.nn.scalers import Adaptive
+from longspan.plots import Panel, _draw_panel
 from longspan.results import read_rows
 from longspan.tasks import get_task
 
@@ -221,6 +223,13 @@ def test_the_command_writes_rows_and_figures(run_folder: Path, tmp_path: Path) -
     words = ["figure", "maps", str(tmp_path / "maps.jsonl"), "--head", "2", "--out", str(figure)]
     assert CliRunner().invoke(app, words).exit_code == 0
     assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_lengths_below_those_of_the_training_leave_its_mark_within_the_figure() -> None:
+    axes = Figure().subplots()
+    _draw_panel(axes, Panel("", "", {"head 1": {3: 1.0, 5: 2.0}}, trained_to=64))
+    (mark,) = axes.texts
+    assert mark.xy[0] == pytest.approx(axes.get_xlim()[1])
 
 
 @pytest.mark.parametrize(

@@ -170,9 +170,10 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
         axes.set_xscale("log", base=2)
     axes.set_yscale(panel.y_scale)
     if panel.trained_to is not None:
-        axes.axvspan(lengths[0] / 2**0.5, panel.trained_to, color="grey", alpha=0.15, linewidth=0)
+        end = min(panel.trained_to, lengths[-1] * 2**0.25)  # what is trained beyond the axis is not drawn
+        axes.axvspan(lengths[0] / 2**0.5, end, color="grey", alpha=0.15, linewidth=0)
         axes.annotate(
-            "trained", (panel.trained_to, 0.02), xycoords=("data", "axes fraction"), xytext=(-4, 0),
+            "trained", (end, 0.02), xycoords=("data", "axes fraction"), xytext=(-4, 0),
             textcoords="offset points", ha="right", fontsize=9, color="grey", rotation=90,
         )  # fmt: skip
     if panel.x_scale == "log":
