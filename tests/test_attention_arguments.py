@@ -92,6 +92,12 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         IndexError,
         "list of query indices",
     ),
+    "rows_as_a_mask": (
+        lambda: attention_weights(Q, K, rows=torch.tensor([True, False, True])),
+        IndexError,
+        "list of query indices",
+    ),
+    "fractional_rows": (lambda: attention_weights(Q, K, rows=[0.5]), IndexError, "list of query indices"),  # type: ignore[list-item]
     "weights_with_bad_slopes": (lambda: attention_weights(Q, K, slopes=zeros(2)), ValueError, "slopes must have"),
 }
 

@@ -227,9 +227,10 @@ def attention_weights(
         q = scaled_queries(q, scales)
     chosen = None
     if rows is not None:
-        chosen = torch.as_tensor(rows, dtype=torch.long, device=q.device)
-        time = q.shape[2]
-        if chosen.ndim != 1 or bool(((chosen < -time) | (chosen >= time)).any()):
+        given = torch.as_tensor(rows, device=q.device)
+        chosen, time = given.long(), q.shape[2]
+        whole = given.dtype != torch.bool and bool((chosen == given).all())  # a mask or a fraction is no index
+        if chosen.ndim != 1 or not whole or bool(((chosen < -time) | (chosen >= time)).any()):
             raise IndexError(f"rows must be a list of query indices between {-time} and {time - 1}, got {rows}")
         chosen = chosen % max(time, 1)
     return entmax(dense_scores(q, k, rules, chosen), _by_head(alpha)).to(q.dtype)
