@@ -328,6 +328,13 @@ def test_topk_keeps_k_or_a_fraction_of_what_a_row_sees() -> None:
         torch.testing.assert_close(normalizer(tied.view(1, 1, 1, 6)).flatten(), wanted)
 
 
+@pytest.mark.parametrize(("fraction", "seen", "kept"), [(0.53, 100, 53), (0.29, 100, 29), (0.21, 300, 63), (0.3, 9, 2)])
+def test_a_fraction_is_rounded_down_from_the_number_it_stands_for(fraction: float, seen: int, kept: int) -> None:
+    """0.29 is a hair less than 29 / 100."""
+    weights = TopK(fraction=fraction)(torch.arange(float(seen))[None, None, None] / seen)
+    assert int((weights > 0).sum()) == kept
+
+
 def test_adaptive_temperature_follows_the_original_polynomial() -> None:
     for scores in (torch.tensor([0.5, 1.0, -0.2, 0.1]), torch.zeros(40), torch.tensor([9.0, 0.0, 0.0, 0.0])):
         p = scores.softmax(-1)

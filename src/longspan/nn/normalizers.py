@@ -117,7 +117,8 @@ class TopK(Normalizer):
             return kept, scores.topk(kept, dim=-1).values[..., -1:]
         assert self.fraction is not None
         seen = (scores > -math.inf).sum(-1, keepdim=True)
-        places = (seen * self.fraction).long().clamp_min(1)
+        # A hair more, because 0.29 of 100 is 28.999999999999996.
+        places = (seen.double() * self.fraction + 1e-9).long().clamp_min(1)
         return places, scores.sort(dim=-1, descending=True).values.gather(-1, places - 1)
 
     def by_kernels(self, q: Tensor, k: Tensor, v: Tensor, scales: Tensor | None, rules: Rules) -> Tensor | None:
