@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation
 from tiny_runs import tiny, train
 from typer.testing import CliRunner
 
@@ -229,6 +230,7 @@ def test_lengths_below_those_of_the_training_leave_its_mark_within_the_figure() 
     axes = Figure().subplots()
     _draw_panel(axes, Panel("", "", {"head 1": {3: 1.0, 5: 2.0}}, trained_to=64))
     (mark,) = axes.texts
+    assert isinstance(mark, Annotation)
     assert mark.xy[0] == pytest.approx(axes.get_xlim()[1])
 
 
