@@ -55,6 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "muon": {"name": "muon"},
     "decay": {"name": "muon", "weight_decay": 0.1},
     "free": {"name": "adamw", "clip": None, "weight_decay": 0.1, "betas": (0.85, 0.97)},
+    "without_momentum": {"name": "adamw", "betas": (0.0, 0.97)},
 }
 
 

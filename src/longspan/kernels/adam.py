@@ -80,6 +80,10 @@ def adam_kernel(Weights, LowCopies, Average, First, Second, LowGradients, Gradie
         tl.store(LowCopies + places, weight.to(LowCopies.dtype.element_ty))
 
 
+def _logarithm(beta: float) -> float:
+    return math.log(beta) if beta else -math.inf  # a moment that keeps nothing
+
+
 def adam_step(
     weights: Tensor,
     copies: Tensor,
@@ -112,7 +116,7 @@ def adam_step(
     squares_kernel[(PARTS,)](low, full, sums, count, len(low), len(full), PARTS=PARTS, BLOCK=BLOCK, num_warps=4)
     adam_kernel[(triton.cdiv(len(weights), BLOCK),)](
         weights, copies, average, *moments, low, full, sums, count, rate, norm, shrink,
-        learning_rate, *(1 - beta for beta in betas), *map(math.log, betas), weight_decay, 1e-8,
+        learning_rate, *(1 - beta for beta in betas), *map(_logarithm, betas), weight_decay, 1e-8,
         1.0 if clip is None else clip, share, len(copies), len(weights),
         CLIP=clip is not None, AVERAGE=average is not None, PARTS=PARTS, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
