@@ -6,7 +6,9 @@ import pytest
 import torch
 from tiny_runs import log_of, tiny, train
 
+from longspan.evaluate.ladder import Measurement
 from longspan.nn.normalizers import Entmax
+from longspan.train import loop
 from longspan.train.checkpoint import load, saved
 from longspan.train.config import RunConfig, check
 from longspan.train.softening import alpha_at
@@ -55,6 +57,16 @@ def test_a_checkpoint_is_measured_with_the_alpha_that_made_it(tmp_path: Path) ->
     assert found[20] == {1.25}
     assert found[30] == {1.5}
     assert log_of(tmp_path, "finished")
+
+
+def test_the_best_is_a_model_of_the_runs_own_alpha(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worse = iter(range(100, 0, -1))
+    score = Measurement("exact_match", 0.0, 0, 100, 0, 8, 0)
+    monkeypatch.setattr(loop, "measure", lambda *_, **__: score._replace(value=next(worse)))
+    train(tiny(first_alphas=[[14, 1.0]]), tmp_path)
+    kept = {row["step"]: row["best"] for row in log_of(tmp_path, "validate")}
+    assert kept == {7: False, 14: False, 21: True, 28: False, 30: False}
+    assert [load(path).step for path in saved(tmp_path / "best")] == [21]
 
 
 @pytest.mark.parametrize(

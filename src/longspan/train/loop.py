@@ -19,6 +19,7 @@ from longspan.evaluate.ladder import measure
 from longspan.results import Row, append_rows, now, provenance
 from longspan.train import checkpoint as checkpoints
 from longspan.train.config import RunConfig, fingerprint, from_json, read_fields, to_json
+from longspan.train.softening import is_soft
 from longspan.train.trainer import Metrics, Trainer, learning_rate, model_of
 
 Report = Callable[[Row], None]
@@ -171,8 +172,9 @@ def _validate(trainer: Trainer, folder: Path, note: Report) -> None:
     mean = sum(scores.values()) / len(scores)
     best = folder / "best.json"
     record = json.loads(best.read_text())["mean"] if best.exists() else -1.0
-    note({"event": "validate", "step": trainer.step, "scores": scores, "mean": mean, "best": mean >= record})
-    if mean >= record:
+    kept = mean >= record and not is_soft(config, trainer.step - 1)  # else tables would name it by another alpha
+    note({"event": "validate", "step": trainer.step, "scores": scores, "mean": mean, "best": kept})
+    if kept:
         checkpoints.save(folder / "best", checkpoint, keep=1)
         _write_whole(best, {"step": trainer.step, "mean": mean, "scores": scores})
 

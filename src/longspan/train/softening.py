@@ -16,6 +16,11 @@ def alpha_at(config: RunConfig, step: int) -> float:
     return next((alpha for end, alpha in config.first_alphas if step < end), own)
 
 
+def is_soft(config: RunConfig, step: int) -> bool:
+    """Whether a step has another alpha than the run's own."""
+    return bool(config.first_alphas) and alpha_at(config, step) != config.model.attention.alpha
+
+
 def soften(model: nn.Module, config: RunConfig, step: int) -> bool:
     """Give `model` the alpha of a step; whether that is another one than it has."""
     if not config.first_alphas:
