@@ -91,6 +91,14 @@ def test_rows_that_see_nothing_are_zero_with_zero_gradients(device: torch.device
     assert all((found[key][1] == 0).all() for key in ("q", "k", "v"))
 
 
+@pytest.mark.parametrize("time", [40, 300], ids=["short", "long"])
+def test_a_length_beyond_32_bits_hides_nothing(time: int, device: torch.device) -> None:
+    q = torch.randn(2, 1, time, 8, device=device)
+    huge = torch.tensor([1 << 32, torch.iinfo(torch.int64).max], device=device)
+    whole = attention(q, q, q, lengths=torch.full_like(huge, time), impl="triton")
+    assert torch.equal(attention(q, q, q, lengths=huge, impl="triton"), whole)
+
+
 def test_strided_inputs_and_repeated_calls_give_the_same_bits(device: torch.device) -> None:
     call = on(device, SERVED["several_blocks"], torch.float32)
     strided = dict(call)
@@ -200,3 +208,12 @@ def test_counts_of_a_document_are_the_same_compiled(causal: bool, device: torch.
 
     compiled = torch.compile(logarithms, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
     assert torch.allclose(compiled(ids), wanted.float().log1p())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32], ids=str)
+def test_padding_is_no_fellow_of_a_document(dtype: torch.dtype, device: torch.device) -> None:
+    """With the highest id that the dtype has there is no higher one for the padding."""
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    ids = torch.tensor([[least, most, least, least]], dtype=dtype, device=device)
+    rules = Rules(1.0, False, documents=ids, lengths=torch.tensor([2], device=device))
+    assert visible_tokens(rules, 4, 4, 1, device)[0, :2].tolist() == [1, 1]

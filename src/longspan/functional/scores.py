@@ -95,8 +95,9 @@ def visible_tokens(rules: Rules, query_time: int, key_time: int, batch: int, dev
         seen = rows.expand(batch, -1) + 1 if rules.causal else end.expand(-1, query_time)
         return torch.minimum(seen, end).clamp_min(1)
     keys = torch.arange(key_time, device=device)
-    # Padding becomes documents of its own, one beyond every real id.
-    ids = torch.where(keys < end, rules.documents, rules.documents.amax() + 1)
+    # Padding becomes documents of its own, one beyond every real id, which a dtype of few bits may not have.
+    documents = rules.documents.long()
+    ids = torch.where(keys < end, documents, documents.amax() + 1)
     return fellow_tokens(ids, rules.causal)[:, rows.clamp_min(0)]
 
 

@@ -78,7 +78,7 @@ def block_of_queries(H, NQ, TQ, TK, M: tl.constexpr):
 @triton.jit
 def end_of(Lengths, batch, TK, LENGTHS: tl.constexpr):
     """The first key that padding hides."""
-    return tl.minimum(tl.load(Lengths + batch).to(tl.int32), TK) if LENGTHS else TK
+    return tl.minimum(tl.load(Lengths + batch).to(tl.int64), TK).to(tl.int32) if LENGTHS else TK
 
 
 @triton.jit
