@@ -57,6 +57,11 @@ SHORT = {name: call for name, call in CALLS.items() if name != "wide_heads"}
 BOTH_WAYS = {"not_causal": Call(causal=False, slopes=True, lengths=(60, 100))}
 
 
+def of_few_and_many(many: int) -> list[tuple[str, int]]:
+    """Calls with one place and with many."""
+    return [(name, places) for name in ("plain", "ties", "lengths") for places in (1, many)]
+
+
 def inputs(call: Call, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Tensors that the dtype holds exactly."""
     draw = torch.Generator().manual_seed(0)
@@ -120,8 +125,7 @@ def test_stick_breaking(name: str, dtype: torch.dtype, device: torch.device) -> 
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
-@pytest.mark.parametrize("places", [1, 5, 20])
-@pytest.mark.parametrize("name", CALLS | BOTH_WAYS)
+@pytest.mark.parametrize(("name", "places"), [*((name, 5) for name in CALLS | BOTH_WAYS), *of_few_and_many(20)])
 def test_topk_of_long_rows(
     name: str, places: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,8 +134,7 @@ def test_topk_of_long_rows(
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
-@pytest.mark.parametrize("places", [1, 5, 300])
-@pytest.mark.parametrize("name", SHORT | BOTH_WAYS)
+@pytest.mark.parametrize(("name", "places"), [*((name, 5) for name in SHORT | BOTH_WAYS), *of_few_and_many(300)])
 def test_topk_of_short_rows_and_its_gradients(name: str, places: int, dtype: torch.dtype, device: torch.device) -> None:
     normalizer = TopK(k=places)
     call = inputs((SHORT | BOTH_WAYS)[name], dtype, device)
