@@ -14,7 +14,7 @@ from longspan.kernels.softmax import softmax_kernel
 from longspan.kernels.solve import solve_kernel
 from longspan.kernels.solver import SOFTMAX, kind_of, powers_of, survey_power
 from longspan.kernels.survey import survey_kernel
-from longspan.kernels.tiles import contiguous, like_tokens, padded
+from longspan.kernels.tiles import contiguous, like_tokens, padded, room_for_output
 
 
 class Launch(NamedTuple):
@@ -90,7 +90,7 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, alpha: float, grad: bool, stats: b
     sparse = kind_of(alpha) != SOFTMAX
     if not sparse:
         rows = keys = 0
-    out = like_tokens(q[..., :1].expand(batch, heads, time, v.shape[3]))
+    out = room_for_output(q, v)
     line = q.new_empty(batch, heads, time, dtype=torch.float32)
     shape = line.shape if stats else (0,)
     return _Outputs(

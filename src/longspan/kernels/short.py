@@ -26,6 +26,7 @@ from longspan.kernels.tiles import (
     like_tokens,
     load_tile,
     padded,
+    room_for_output,
     row_scores,
     scores_of,
     slope_of,
@@ -164,7 +165,7 @@ def _backward(Q, K, V, dO, dQ, dK, dV, Maximum, Height, Edges, Slopes, dSlopes, 
 
 def _outputs(q: Tensor, v: Tensor, places: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Room for the output, the maxima, the heights and the bounds of the places."""
-    out = like_tokens(q[..., :1].expand(*q.shape[:3], v.shape[3]))
+    out = room_for_output(q, v)
     maximum, height = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
     return out, maximum, height, maximum.new_empty(*q.shape[:3], 3 if places else 0)
 

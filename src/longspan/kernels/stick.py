@@ -18,9 +18,9 @@ from longspan.kernels.tiles import (
     ids_of,
     key_tiles,
     keys_of,
-    like_tokens,
     load_tile,
-    padded,
+    one_pass,
+    room_for_output,
     row_scores,
     store_tile,
 )
@@ -81,24 +81,10 @@ def stick_attention(
 ) -> Tensor:  # fmt: skip
     """Causal stick-breaking attention. Has no gradient."""
     slopes, lengths, documents = contiguous(slopes, lengths, documents)
-    batch, heads, time, _ = q.shape
-    out = _output(q, v)
-    wide = q.dtype == torch.float32 or max(q.shape[3], v.shape[3]) > 128
-    rows = 32 if wide else 64
-    blocks = triton.cdiv(time, rows)
-    stick_kernel[(blocks * batch * heads,)](
-        q, k, v, out, slopes, lengths, documents, scale,
-        *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-        heads, heads // k.shape[1], time, k.shape[2], q.shape[3], v.shape[3], blocks,
-        SLOPES=slopes is not None, LENGTHS=lengths is not None, DOCUMENTS=documents is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        M=rows, N=rows, BLOCK_D=padded(q.shape[3]), BLOCK_DV=padded(v.shape[3]), num_warps=4,
-    )  # fmt: skip
+    out = room_for_output(q, v)
+    grid, sizes, constants = one_pass(q, k, v, out, slopes, lengths, documents)
+    stick_kernel[grid](q, k, v, out, slopes, lengths, documents, scale, *sizes, **constants)
     return out
-
-
-def _output(q: Tensor, v: Tensor) -> Tensor:
-    return like_tokens(q[..., :1].expand(*q.shape[:3], v.shape[3]))
 
 
 @stick_attention.register_fake
@@ -106,4 +92,4 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    return _output(q, v)
+    return room_for_output(q, v)

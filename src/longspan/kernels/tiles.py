@@ -1,5 +1,8 @@
 """Tiles of queries, keys and scores: how they are read and written, and who sees whom in them."""
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,6 +20,35 @@ def like_tokens(heads: Tensor) -> Tensor:
     """An empty tensor of the same shape, its memory ordered (batch, time, heads, dim), as the projections like it."""
     batch, num_heads, time, dim = heads.shape
     return heads.new_empty(batch, time, num_heads, dim).transpose(1, 2)
+
+
+def room_for_output(q: Tensor, v: Tensor) -> Tensor:
+    """An empty output of queries q over values v, (batch, heads, query_time, value_dim), ordered likewise."""
+    return like_tokens(q[..., :1].expand(*q.shape[:3], v.shape[3]))
+
+
+def one_pass(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, slopes: Tensor | None, lengths: Tensor | None,
+    documents: Tensor | None,
+) -> tuple[tuple[int], tuple[int, ...], dict[str, Any]]:  # fmt: skip
+    """A kernel that goes over the keys once, in square tiles: its grid, its strides and sizes, and its constants."""
+    batch, heads, time, dim = q.shape
+    rows = 32 if q.dtype == torch.float32 or max(dim, v.shape[3]) > 128 else 64
+    blocks = triton.cdiv(time, rows)
+    strides = *q.stride(), *k.stride(), *v.stride(), *out.stride()
+    constants = {
+        "SLOPES": slopes is not None,
+        "LENGTHS": lengths is not None,
+        "DOCUMENTS": documents is not None,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "M": rows,
+        "N": rows,
+        "BLOCK_D": padded(dim),
+        "BLOCK_DV": padded(v.shape[3]),
+        "num_warps": 4,
+    }
+    sizes = heads, heads // k.shape[1], time, k.shape[2], dim, v.shape[3], blocks
+    return (blocks * batch * heads,), (*strides, *sizes), constants
 
 
 def contiguous(*options: Tensor | None) -> list[Tensor | None]:
