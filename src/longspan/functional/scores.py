@@ -24,9 +24,9 @@ class Rules:
     documents: Tensor | None = None  # (batch, key_time)
 
 
-def tracked(rules: Rules, *inputs: Tensor) -> bool:
+def tracked(rules: Rules, *inputs: Tensor | None) -> bool:
     """Whether a gradient may be asked for of the inputs or of the slopes."""
-    tensors = inputs if rules.slopes is None else (*inputs, rules.slopes)
+    tensors = (tensor for tensor in (*inputs, rules.slopes) if tensor is not None)
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 

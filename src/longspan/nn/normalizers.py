@@ -133,7 +133,7 @@ class TopK(Normalizer):
             return short_attention(q, k, v, rules.slopes, factor, *masks, 1.0, rules.scale, rules.causal, self.k)[0]
         from longspan.kernels.topk import MOST, topk_attention
 
-        if self.k > MOST or tracked(rules, q, k, v) or (scales is not None and tracked(rules, scales)):
+        if self.k > MOST or tracked(rules, q, k, v, scales):
             return None
         q = scaled_queries(q, scales)
         return topk_attention(q, k, v, rules.slopes, *masks, self.k, rules.scale, rules.causal)
@@ -182,7 +182,7 @@ class StickBreaking(Normalizer):
 
     def by_kernels(self, q: Tensor, k: Tensor, v: Tensor, scales: Tensor | None, rules: Rules) -> Tensor | None:
         """Without gradients."""
-        if tracked(rules, q, k, v) or (scales is not None and tracked(rules, scales)):
+        if tracked(rules, q, k, v, scales):
             return None
         from longspan.kernels.stick import stick_attention
 
