@@ -1,27 +1,31 @@
 """Other launches of the kernels for long rows, timed against the one in use: how those in `kernels/ops.py` are chosen.
 
 For one kernel after the other it tries other parts of a tile, warps, depths of the pipeline and limits of registers,
-all else as it is, on the workloads of `benchmarks/attention.py`. A ratio below 1 is faster; the one in use is timed
-again beside each, since a GPU's clock drifts. Launches that do not fit are left out, and so are those whose results
-differ. A launch takes some seconds to compile. `tiles` changes how many keys live or die together, and the survey with
-them; the other kernels take such tiles in the parts they have.
+all else as it is, on the workloads of `benchmarks/attention.py`, and takes the
+kernel's own time from a profile. A ratio below 1 is faster; the one in use is timed again beside each, since a GPU's
+clock drifts. Launches that do not fit are left out, and so are those whose results differ. A launch takes some seconds
+to compile, which `--processes` do ahead, side by side. `tiles` changes how many keys live or die together, and the
+survey with them; the other kernels take such tiles in the parts they have.
 
     python benchmarks/launches.py --kernels key query --dims 64 --lengths 1024 4096 --kinds random topics4
 """
 
 import argparse
+import contextlib
 import math
 import statistics
 import time
 from collections.abc import Iterator
-from functools import partial
+from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from attention import kind_named, milliseconds, ours, workload
+from attention import kind_named, ours, workload
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from longspan.kernels import ops
 from longspan.kernels.ops import Blocks, Launch
@@ -30,7 +34,8 @@ from longspan.results import append_rows, provenance
 KERNELS = ("survey", "tiles", "solve", "output", "output_alone", "query", "key")
 REGISTERS = (None, 128, 168)
 OF_A_PROCESSOR = 65536  # registers
-HELD = {"query": 1, "output_alone": 1, "key": 2, "output": 2}  # sums as wide as a head, beside two tiles of scores
+Cell = tuple[list[Tensor], Tensor | None]  # q, k and v; slopes
+KEPT = {"query": 1, "output_alone": 1, "key": 2, "output": 2}  # sums as wide as a head, beside two tiles of scores
 
 
 def launched(blocks: Blocks, kernel: str) -> Launch:
@@ -42,8 +47,8 @@ def fits(blocks: Blocks, kernel: str, dim: int) -> bool:
     """Whether a launch's sums and scores may find room in registers, roughly."""
     launch = launched(blocks, kernel)
     rows = blocks.keys_at_once if kernel == "key" else blocks.rows
-    tiles = 2 if kernel in HELD else 1
-    numbers = rows * (HELD.get(kernel, 0) * dim + tiles * launch.part) // (32 * launch.warps)
+    tiles = 2 if kernel in KEPT else 1
+    numbers = rows * (KEPT.get(kernel, 0) * dim + tiles * launch.part) // (32 * launch.warps)
     limit = launch.registers or 255
     return numbers + 30 <= limit and 32 * launch.warps * (launch.registers or 0) <= OF_A_PROCESSOR
 
@@ -58,7 +63,8 @@ def others(blocks: Blocks, kernel: str, dim: int) -> Iterator[Blocks]:
         for part, warps, stages, registers, some in product(parts, (4, 8), (2, 3), REGISTERS, at_once):
             launch = Launch(part, warps, stages, registers, now.fused)
             name = "survey" if kernel == "tiles" else kernel
-            tried = blocks._replace(**{name: launch, "keys": keys, "keys_at_once": some})  # type: ignore[arg-type]
+            changed = {name: launch, "keys": keys, "keys_at_once": some}
+            tried = blocks._replace(**changed)  # type: ignore[arg-type]
             if tried != blocks and fits(tried, kernel, dim) and _holds_parts(tried):
                 yield tried
 
@@ -78,23 +84,45 @@ def work(inputs: list[Tensor], slopes: Tensor | None, backward: bool) -> list[Te
 
 
 def with_blocks(blocks: Blocks, inputs: list[Tensor], slopes: Tensor | None, backward: bool) -> list[Tensor]:
-    with patch.object(ops, "blocks_of", lambda q, v: blocks):
+    tile = blocks.rows, blocks.keys
+    with patch.object(ops, "blocks_of", lambda q, v: blocks), patch.object(ops, "tile_of", lambda q, v: tile):
         return work(inputs, slopes, backward)
 
 
-def ratio(
-    tried: Blocks, blocks: Blocks, inputs: list[Tensor], slopes: Tensor | None, backward: bool, rounds: int
-) -> tuple[float, float]:
-    """Milliseconds of the tried one, and over those of the one in use, by medians of turns."""
-    wanted = with_blocks(blocks, inputs, slopes, backward)
-    for mine, theirs in zip(with_blocks(tried, inputs, slopes, backward), wanted, strict=True):
+def compile_ahead(blocks: Blocks, dim: int, backward: bool) -> None:
+    """What is compiled stays in Triton's cache; a launch that fails will fail again, and say so, when it is timed."""
+    with contextlib.suppress(Exception):
+        inputs, slopes = workload("random", 256, dim)
+        few = [tensor.detach()[:1].requires_grad_() for tensor in inputs]
+        with_blocks(blocks, few, slopes, backward)
+
+
+def microseconds(blocks: Blocks, kernel: str, cell: Cell, rounds: int) -> float:
+    """The median time of the kernel; with other tiles, of all kernels together."""
+    inputs, slopes = cell
+    backward = has_gradients(kernel)
+    with_blocks(blocks, inputs, slopes, backward)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        for _ in range(rounds):
+            with_blocks(blocks, inputs, slopes, backward)
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {}
+    for event in record.events() or ():
+        times.setdefault(event.name, []).append(event.self_device_time_total)
+    name = "output" if kernel == "output_alone" else kernel
+    wanted = times if kernel == "tiles" else {f"{name}_kernel": times[f"{name}_kernel"]}
+    return sum(statistics.median(found) for found in wanted.values())
+
+
+def ratio(tried: Blocks, blocks: Blocks, kernel: str, cell: Cell, rounds: int) -> tuple[float, float]:
+    """Microseconds of the tried one, and over those of the one in use."""
+    inputs, slopes = cell
+    wanted = with_blocks(blocks, inputs, slopes, has_gradients(kernel))
+    for mine, theirs in zip(with_blocks(tried, inputs, slopes, has_gradients(kernel)), wanted, strict=True):
         torch.testing.assert_close(mine.float(), theirs.float(), rtol=0.05, atol=0.02 * float(theirs.abs().max()))
-    times: dict[Blocks, list[float]] = {tried: [], blocks: []}
-    for _ in range(rounds):
-        for each, found in times.items():
-            found.append(milliseconds(partial(with_blocks, each, inputs, slopes, backward), 3))
-    tried_ms, now_ms = (statistics.median(found) for found in times.values())
-    return tried_ms, tried_ms / now_ms
+    mine_us, now_us = (microseconds(each, kernel, cell, rounds) for each in (tried, blocks))
+    return mine_us, mine_us / now_us
 
 
 def main() -> None:
@@ -103,39 +131,84 @@ def main() -> None:
     parser.add_argument("--dims", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--kinds", nargs="+", type=kind_named, default=["random", "topics4"])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=0, help="So many compile ahead.")
     parser.add_argument("--minutes", type=float, default=math.inf, help="Try nothing new after so long.")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/launches.jsonl"))
     arguments = parser.parse_args()
+    tries = {
+        (dim, kernel): list(others(blocks_for(dim, max(arguments.lengths)), kernel, dim))
+        for dim, kernel in product(arguments.dims, arguments.kernels)
+    }
+    with ProcessPoolExecutor(max(1, arguments.processes), get_context("spawn")) as pool:
+        waits: dict[tuple[int, str, Blocks], Future[None]] = {}
+        if arguments.processes:
+            for (dim, kernel), blocks in tries.items():
+                for tried in blocks:
+                    waits[dim, kernel, tried] = pool.submit(compile_ahead, tried, dim, has_gradients(kernel))
+        try:
+            run(arguments, tries, waits)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def blocks_for(dim: int, length: int) -> Blocks:
+    some = torch.empty(1, 1, length, dim, dtype=torch.bfloat16, device="meta")
+    return ops.blocks_of(some, some)
+
+
+def has_gradients(kernel: str) -> bool:
+    return kernel != "output_alone"
+
+
+def named(kernel: str, dim: int, tried: Blocks) -> str:
+    launch = launched(tried, kernel)
+    said = f"{kernel} {dim}: part {launch.part}, {launch.warps} warps, {launch.stages} stages, "
+    said += f"{launch.registers} registers, tiles of {tried.keys} keys"
+    return said + (f", {tried.keys_at_once} at once" if kernel == "key" else "")
+
+
+def run(
+    arguments: argparse.Namespace,
+    tries: dict[tuple[int, str], list[Blocks]],
+    waits: dict[tuple[int, str, Blocks], Future[None]],
+) -> None:
+    """Time every launch as soon as it is compiled, as long as there is time."""
     origin, begun = provenance("cuda"), time.monotonic()
-    for dim, kernel in product(arguments.dims, arguments.kernels):
+    for (dim, kernel), launches in tries.items():
         cells = {
             (length, kind): workload(kind, length, dim) for length in arguments.lengths for kind in arguments.kinds
         }
-        inputs, _ = next(iter(cells.values()))
-        blocks = ops.blocks_of(inputs[0], inputs[2])
         best: list[tuple[float, str]] = []
-        for tried in others(blocks, kernel, dim):
+        for tried in launches:
             if time.monotonic() - begun > 60 * arguments.minutes:
                 print("out of time: the rest is left out")
                 break
-            launch = launched(tried, kernel)
-            said = f"{kernel} {dim}: part {launch.part}, {launch.warps} warps, {launch.stages} stages, "
-            said += f"{launch.registers} registers" + (f", {tried.keys_at_once} keys" if kernel == "key" else "")
+            said = named(kernel, dim, tried)
+            if (dim, kernel, tried) in waits:
+                waits[dim, kernel, tried].result()
             try:
                 found = {
-                    cell: ratio(tried, blocks, *of_cell, backward=kernel != "output_alone", rounds=arguments.rounds)
+                    cell: ratio(tried, blocks_for(dim, cell[0]), kernel, of_cell, arguments.rounds)
                     for cell, of_cell in cells.items()
                 }
             except Exception as error:  # it does not fit, or does not compile: the next
                 print(f"{said}: {str(error).splitlines()[0][:80]}", flush=True)
                 continue
             for (length, kind), (mine, over) in found.items():
-                row = {"kernel": kernel, "dim": dim, "length": length, "kind": kind, **launch._asdict()}
-                row |= {"keys": tried.keys, "keys_at_once": tried.keys_at_once, "ms": mine, "ratio": over}
+                row = {
+                    "kernel": kernel,
+                    "dim": dim,
+                    "length": length,
+                    "kind": kind,
+                    "microseconds": mine,
+                    "ratio": over,
+                }
+                row |= launched(tried, kernel)._asdict()
+                row |= {"keys": tried.keys, "keys_at_once": tried.keys_at_once}
                 append_rows(arguments.out, [row | origin])
             mean = math.exp(statistics.mean(math.log(over) for _, over in found.values()))
-            best.append((mean, said + ": " + ", ".join(f"{over:.3f}" for _, over in found.values())))
+            best.append((mean, said + ": " + ", ".join(f"{mine:.0f} ({over:.3f})" for mine, over in found.values())))
             print(best[-1][1], flush=True)
         print(f"{kernel} {dim}, the best on the average over {', '.join(f'{kind} {n}' for n, kind in cells)}:")
         for mean, said in sorted(best)[:5]:

@@ -7,6 +7,7 @@ several times slower while every result is right.
 import re
 import subprocess
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,17 @@ def spilled(name: str, options: dict[str, Any], launch: Launch) -> int:
 
 
 def main() -> None:
-    for dim in (64, 128):
-        q = torch.empty(1, 1, 1, dim, dtype=torch.bfloat16)
+    counted = set()
+    for dim, length in product((64, 128), (1024, 8192)):
+        q = torch.empty(1, 1, length, dim, dtype=torch.bfloat16, device="meta")
         blocks = blocks_of(q, q)
-        sizes = {"M": blocks.rows, "N": blocks.keys, "KEYS": blocks.keys_at_once, "BLOCK_D": dim, "BLOCK_DV": dim}
-        for masks, options in MASKS.items():
-            for name in ("survey", "solve", "output", "query", "key"):
-                launch = getattr(blocks, name)
-                print(spilled(name, sizes | options | {"COLLECTED": False}, launch), name, dim, masks, flush=True)
+        sizes = {"M": blocks.rows, "N": blocks.keys, "KEYS": blocks.keys_at_once}
+        sizes |= {"BLOCK_D": dim, "BLOCK_DV": dim, "COLLECTED": False}
+        for masks, name in product(MASKS, ("survey", "solve", "output", "query", "key")):
+            launch = getattr(blocks, name)
+            if (dim, masks, name, launch) not in counted:
+                counted.add((dim, masks, name, launch))
+                print(spilled(name, sizes | MASKS[masks], launch), name, dim, masks, launch, flush=True)
 
 
 if __name__ == "__main__":

@@ -158,6 +158,25 @@ def test_ids_of_any_size_stay_apart(dtype: torch.dtype, device: torch.device) ->
     ids = torch.tensor([[0, 1, 1, 0, 1]])
     if dtype.itemsize == 8:
         ids = ids * 2**32 + 5
-    small = ops._small_ids(ids.to(dtype).to(device))
+    small = ops.small_ids(ids.to(dtype).to(device))
     assert small.dtype == torch.int32
     assert torch.equal(small[0, :, None] == small[0], (ids[0, :, None] == ids[0]).to(device))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("signs", [(1, -1, -1, 1, -1), (-1, -1, -1, -1, -1), (-1, 1, -1, -1, 1)], ids=str)
+def test_scores_below_0_are_compared_as_those_above(
+    signs: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Blocks of 128 keys whose scores are all positive or all negative; the survey has a quick way for the former."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 640, 64, generator=generator) for _ in range(3))
+    shared = torch.nn.functional.one_hot(torch.tensor(0), 64) * 7.0
+    q, k = q + shared, k + shared * torch.tensor(signs).repeat_interleave(128)[:, None]
+    q, k, v = (part.to(device, dtype) for part in (q, k, v))
+    out, stats = attention(q, k, v, scale=0.25, impl="triton", return_stats=True)
+    exact = attention(q.double(), k.double(), v.double(), scale=0.25, impl="reference")
+    assert (out.double() - exact).abs().max() < 0.02
+    assert stats.block_sparsity is not None
+    hidden = sum(signs[key] < max(signs[: row + 1]) for row in range(5) for key in range(row + 1))
+    assert round(15 * float(stats.block_sparsity)) >= hidden

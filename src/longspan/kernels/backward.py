@@ -153,19 +153,20 @@ def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, unseen, count, List, Maxi
             maximum = tl.load(Maximum + rows, mask=rows < TQ, other=1e30)
             height = tl.load(Height + rows, mask=rows < TQ, other=0.0)
             delta = tl.load(Delta + rows, mask=rows < TQ, other=0.0)
-        product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        d_p = tl.dot(v, tl.trans(d_o), input_precision=PRECISION)
         positions = rows + TK - TQ
         own = ids_of(Documents, positions, TK, DOCUMENTS and MASKED)
-        z = scores_of(product, keys[:, None], positions[None, :], unit * scale, unit * slope, end,
-                      theirs[:, None], own[None, :], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
-        p, gain = weights_and_gains(z, maximum[None, :], height[None, :], r, KIND, PRECISION)
-        d_v = accumulated(p.to(d_o.dtype), d_o, d_v, PRECISION)
-        d_p -= delta[None, :]
+        # Rows are queries, as in the other kernels, so that their numbers lie along the tile.
+        product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        d_p = tl.dot(d_o, tl.trans(v), input_precision=PRECISION)
+        z = scores_of(product, keys[None, :], positions[:, None], unit * scale, unit * slope, end,
+                      theirs[None, :], own[:, None], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+        p, gain = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND, PRECISION)
+        d_v = accumulated(tl.trans(p.to(d_o.dtype)), d_o, d_v, PRECISION)
+        d_p -= delta[:, None]
         if REFINE:
-            d_p -= tl.load(Residue + rows, mask=rows < TQ, other=0.0)[None, :]
+            d_p -= tl.load(Residue + rows, mask=rows < TQ, other=0.0)[:, None]
         d_s = narrowed(bounded(gain, KIND, q.dtype) * d_p, q.dtype)
-        d_k = accumulated(d_s, q, d_k, PRECISION)
+        d_k = accumulated(tl.trans(d_s), q, d_k, PRECISION)
     return d_k, d_v
 
 
@@ -177,7 +178,7 @@ def key_kernel(Q, K, V, dO, dK, dV, Delta, Residue, Maximum, Height, List, Count
                KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr,
                DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr, REFINE: tl.constexpr,
                M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, KEYS: tl.constexpr,
-                 BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+               BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The gradients of KEYS keys and values of a tile, over the blocks of queries that use the tile."""
     kv_heads = H // GROUP
     parts = NK * (N // KEYS)

@@ -14,7 +14,7 @@ from longspan.kernels.softmax import softmax_kernel
 from longspan.kernels.solve import solve_kernel
 from longspan.kernels.solver import SOFTMAX, kind_of, powers_of, survey_power
 from longspan.kernels.survey import survey_kernel
-from longspan.kernels.tiles import contiguous, like_tokens, padded, room_for_output
+from longspan.kernels.tiles import contiguous, like_tokens, padded, room_for_output, small_ids
 
 
 class Launch(NamedTuple):
@@ -53,21 +53,33 @@ class Blocks(NamedTuple):
     keys_at_once: int  # of a tile, in the kernel of the keys
 
 
-def blocks_of(q: Tensor, v: Tensor) -> Blocks:
-    """What fits the registers, by the width of a head."""
+def tile_of(q: Tensor, v: Tensor) -> tuple[int, int]:
+    """Rows of a block of queries and keys of a tile, by the width of a head."""
     width = max(padded(q.shape[3]), padded(v.shape[3]))
     if q.dtype == torch.float32:
-        rows, launch = 64 if width <= 64 else 32, Launch(32, 4, 2, fused=False)
-        return Blocks(rows, 32, launch, launch, launch, launch, launch, launch, launch, 32)
+        return (64 if width <= 64 else 32), 32
+    return (128, 128) if width <= 128 else (64, 64)
+
+
+def blocks_of(q: Tensor, v: Tensor) -> Blocks:
+    """What fits the registers, by the width of a head; of what fits, what is fastest at this length."""
+    width, length = max(padded(q.shape[3]), padded(v.shape[3])), q.shape[2]
+    rows, keys = tile_of(q, v)
+    if q.dtype == torch.float32:
+        launch = Launch(32, 4, 2, fused=False)
+        return Blocks(rows, keys, launch, launch, launch, launch, launch, launch, launch, 32)
     collect = Launch(64, 8, 2, 128)
     if width <= 64:
-        square, output, shared = Launch(128, 4, 3), Launch(128, 8, 3), Launch(64, 8, 3, 128)
-        return Blocks(128, 128, square, collect, square, output, shared, shared, Launch(32, 4, 3, 168), 64)
+        survey = Launch(128, 8, 2, 128) if length <= 2048 else Launch(128, 4, 3)
+        output, shared = Launch(128, 8, 3), Launch(64, 8, 3, 128)
+        solve, key = Launch(64, 4, 3, 168), Launch(64, 4, 3)
+        return Blocks(rows, keys, survey, collect, solve, output, shared, shared, key, 64)
     if width <= 128:
-        wide = Launch(64, 8, 3)
-        return Blocks(128, 64, Launch(64, 4, 3), collect, wide, wide, wide, wide, Launch(32, 4, 3), 64)
+        square, wide = Launch(128, 8, 2, 128), Launch(64, 8, 3)
+        alone = Launch(32, 8, 3, 128) if length <= 4096 else wide
+        return Blocks(rows, keys, square, collect, square, wide, alone, wide, Launch(64, 4, 2), 64)
     wide = Launch(32, 8, 2)
-    return Blocks(64, 64, Launch(64, 8, 2), Launch(64, 4, 2), Launch(64, 8, 2), wide, wide, wide, wide, 64)
+    return Blocks(rows, keys, Launch(64, 8, 2), Launch(64, 4, 2), Launch(64, 8, 2), wide, wide, wide, wide, 64)
 
 
 class _Outputs(NamedTuple):
@@ -85,8 +97,8 @@ class _Outputs(NamedTuple):
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, alpha: float, grad: bool, stats: bool) -> _Outputs:
     batch, heads, time, _ = q.shape
-    blocks = blocks_of(q, v)
-    rows, keys = triton.cdiv(time, blocks.rows), triton.cdiv(k.shape[2], blocks.keys)
+    block, tile = tile_of(q, v)
+    rows, keys = triton.cdiv(time, block), triton.cdiv(k.shape[2], tile)
     sparse = kind_of(alpha) != SOFTMAX
     if not sparse:
         rows = keys = 0
@@ -111,7 +123,7 @@ def _constants(
     q: Tensor, v: Tensor, slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None, causal: bool
 ) -> dict[str, Any]:
     """What every kernel is compiled for."""
-    blocks = blocks_of(q, v)
+    rows, keys = tile_of(q, v)
     return {
         "CAUSAL": causal,
         "SLOPES": slopes is not None,
@@ -119,20 +131,11 @@ def _constants(
         "DOCUMENTS": documents is not None,
         "MASK_ALL": lengths is not None or (not causal and (documents is not None or slopes is not None)),
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        "M": blocks.rows,
-        "N": blocks.keys,
+        "M": rows,
+        "N": keys,
         "BLOCK_D": padded(q.shape[3]),
         "BLOCK_DV": padded(v.shape[3]),
     }
-
-
-def _small_ids(documents: Tensor | None) -> Tensor | None:
-    """Ids that fit 32 bits, equal where the given ones are; those that fit are left alone."""
-    if documents is None or documents.dtype.itemsize < 4 or documents.dtype == torch.int32:
-        return documents if documents is None else documents.int()
-    ordered, order = documents.long().sort(dim=-1)
-    ranks = torch.nn.functional.pad(ordered.diff(dim=-1) != 0, (1, 0)).cumsum(-1, dtype=torch.int32)
-    return torch.empty_like(ranks).scatter_(-1, order, ranks)
 
 
 def _document_ranges(q: Tensor, k: Tensor, documents: Tensor, blocks: Blocks) -> Tensor:
@@ -203,11 +206,11 @@ def _stats(q: Tensor, k: Tensor, v: Tensor, made: _Outputs, alpha: float, causal
 
 def _visible_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> int:
     """How many tiles of a head are not wholly in the future."""
-    blocks, time, key_time = blocks_of(q, v), q.shape[2], k.shape[2]
+    (rows, keys), time, key_time = tile_of(q, v), q.shape[2], k.shape[2]
     if not causal:
-        return triton.cdiv(time, blocks.rows) * triton.cdiv(key_time, blocks.keys)
-    ends = (min(start + blocks.rows, time) + key_time - time for start in range(0, time, blocks.rows))
-    return sum(triton.cdiv(max(end, 0), blocks.keys) for end in ends)
+        return triton.cdiv(time, rows) * triton.cdiv(key_time, keys)
+    ends = (min(start + rows, time) + key_time - time for start in range(0, time, rows))
+    return sum(triton.cdiv(max(end, 0), keys) for end in ends)
 
 
 def _precision(alpha: float, dtype: torch.dtype, mean: bool, stats: bool) -> tuple[float, float]:
@@ -239,7 +242,7 @@ def long_attention(
     alpha: float, scale: float, causal: bool, grad: bool, stats: bool,
 ) -> list[Tensor]:  # fmt: skip
     """`_Outputs`. `grad`: keep what the backward needs. `stats`: count supports and entropies."""
-    slopes, lengths, documents = contiguous(slopes, lengths, _small_ids(documents))
+    slopes, lengths, documents = contiguous(slopes, lengths, small_ids(documents))
     batch, heads, time, _ = q.shape
     blocks, made = blocks_of(q, v), _outputs(q, k, v, alpha, grad, stats)
     constants = _constants(q, v, slopes, lengths, documents, causal)
@@ -319,7 +322,7 @@ def long_attention_backward(
     alpha: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v and the slopes."""
-    slopes, lengths, documents = contiguous(slopes, lengths, _small_ids(documents))
+    slopes, lengths, documents = contiguous(slopes, lengths, small_ids(documents))
     batch, heads, time, _ = q.shape
     kv_heads, key_time = k.shape[1:3]
     blocks = blocks_of(q, v)
@@ -369,6 +372,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # no zeros for what nobody differentiates, which is as large as the output
     q, k, v, slopes, lengths, documents, ctx.alpha, ctx.scale, ctx.causal, *_ = inputs
     made = _Outputs(*output)
     # Softmax's gains are its weights, so the mean under them is the output.
@@ -378,10 +382,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     )
 
 
-def _gradients(ctx: Any, d_made: list[Tensor]) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, d_made: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    d_out = d_made[0]
+    if d_out is None:
+        return (None,) * 11
     q, k, v, mean, maximum, height, tiles, counts, live, slopes, lengths, documents = ctx.saved_tensors
     d_q, d_k, d_v, d_slopes = long_attention_backward(
-        q, k, v, d_made[0], mean, maximum, height, tiles, counts, live, slopes, lengths, documents,
+        q, k, v, d_out, mean, maximum, height, tiles, counts, live, slopes, lengths, documents,
         ctx.alpha, ctx.scale, ctx.causal,
     )  # fmt: skip
     return d_q, d_k, d_v, None if slopes is None else d_slopes.to(slopes.dtype), *(None,) * 7

@@ -30,6 +30,7 @@ from longspan.kernels.tiles import (
     row_scores,
     scores_of,
     slope_of,
+    small_ids,
     store_tile,
 )
 
@@ -222,7 +223,7 @@ def short_attention(
         scales: (batch, heads, query_time) in float32, a factor of every query's products beside `scale`.
         places: how many of a row's scores, the highest, have a weight; alpha is 1 then. 0: all that entmax leaves.
     """
-    slopes, lengths, documents = contiguous(slopes, lengths, documents)
+    slopes, lengths, documents = contiguous(slopes, lengths, small_ids(documents))
     batch, heads, time, _ = q.shape
     out, maximum, height, bounds = _outputs(q, v, places)
     blocks = _forward_blocks(k.shape[2])
@@ -250,7 +251,7 @@ def short_attention_backward(
     alpha: float, scale: float, causal: bool, places: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, of the slopes by batch, and of the scales."""
-    slopes, lengths, documents = contiguous(slopes, lengths, documents)
+    slopes, lengths, documents = contiguous(slopes, lengths, small_ids(documents))
     batch, heads, time, _ = q.shape
     kv_heads, key_time = k.shape[1:3]
     d_q, d_k, d_v = like_tokens(q), like_tokens(k), like_tokens(v)
@@ -278,10 +279,13 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     q, k, v, slopes, scales, lengths, documents, *ctx.rest = inputs
+    ctx.set_materialize_grads(False)  # no zeros for what nobody differentiates
     ctx.save_for_backward(q, k, v, *output[1:], slopes, scales, lengths, documents)
 
 
-def _gradients(ctx: Any, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, d_out: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if d_out is None:
+        return (None,) * 11
     q, k, v, maximum, height, bounds, slopes, scales, lengths, documents = ctx.saved_tensors
     d_q, d_k, d_v, by_batch, d_scales = short_attention_backward(
         q, k, v, d_out, maximum, height, bounds, slopes, scales, lengths, documents, *ctx.rest

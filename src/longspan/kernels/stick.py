@@ -22,6 +22,7 @@ from longspan.kernels.tiles import (
     one_pass,
     room_for_output,
     row_scores,
+    small_ids,
     store_tile,
 )
 
@@ -80,7 +81,7 @@ def stick_attention(
     scale: float,
 ) -> Tensor:  # fmt: skip
     """Causal stick-breaking attention. Has no gradient."""
-    slopes, lengths, documents = contiguous(slopes, lengths, documents)
+    slopes, lengths, documents = contiguous(slopes, lengths, small_ids(documents))
     out = room_for_output(q, v)
     grid, sizes, constants = one_pass(q, k, v, out, slopes, lengths, documents)
     stick_kernel[grid](q, k, v, out, slopes, lengths, documents, scale, *sizes, **constants)

@@ -45,20 +45,31 @@ def _sums_above(z, unit, maximum, height, r, KIND: tl.constexpr):
 
 
 @triton.jit
-def _survey_tile(product, tile, positions, own, valid, maximum, height, line, slope_of_line, mass, gain_mass, fallen,
+def _highest_above_0(z):
+    """The maximum of every row, or 0 if that is less.
+
+    As whole numbers, of which the GPU compares three at a time: the bits of floats that are not negative have the same
+    order, and those of others are negative.
+    """
+    return tl.maximum(tl.max(z.to(tl.int32, bitcast=True), 1), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _survey_tile(product, tile, positions, own, maximum, height, line, slope_of_line, mass, gain_mass, fallen,
                  count, masked, List, a, r, scale, slope, end, Documents, TK,
                  KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr,
-                 SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, N: tl.constexpr):  # fmt: skip
+                 SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, ABOVE_0: tl.constexpr,
+                 N: tl.constexpr):  # fmt: skip
     keys = tile * N + tl.arange(0, N)
     if SLOPES or MASKED:
         z = row_scores(product, keys, positions, own, a * scale, a * slope, end, Documents, TK,
                        CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
-        top = tl.max(z, 1)
+        unit = 1.0
     else:
-        z = product
-        top = tl.max(product, 1) * (a * scale)
+        z, unit = product, a * scale
+    top = (_highest_above_0(z) if ABOVE_0 else tl.max(z, 1)) * unit
     # A hair more than the height, so that rounding kills no survivor.
-    if tl.max(tl.where(valid, top - maximum + height * 1.00001, -1.0), 0) > 0:
+    if tl.max(top - maximum + height * 1.00001, 0) > 0:
         tl.store(List + count, tile.to(tl.int16))
         count += 1
         risen = tl.maximum(maximum, top)
@@ -68,7 +79,6 @@ def _survey_tile(product, tile, positions, own, valid, maximum, height, line, sl
         reach = height + fallen
         fallen += rise
         maximum, height = risen, lower
-        unit = 1.0 if SLOPES or MASKED else a * scale
         tile_mass, tile_gain = _sums_above(z, unit, maximum, height, r, KIND)
         norm, steepness = joined_norm(line, slope_of_line, tile_mass, tile_gain, r, KIND)
         # Two steps where one is too long to guess over: for the first keys of a row, and for the first tile without a
@@ -89,6 +99,24 @@ def _survey_tile(product, tile, positions, own, valid, maximum, height, line, sl
             mass, gain_mass = thinned(mass, gain_mass, reach, fallen)
             mass, gain_mass, fallen = mass + tile_mass, gain_mass + tile_gain, fall
         line, slope_of_line = tl.minimum(norm, 1.0), steepness
+    return maximum, height, line, slope_of_line, mass, gain_mass, fallen, count
+
+
+@triton.jit
+def _whole_tiles(q, K, k_t, k_d, begin, end, whole, positions, own, maximum, height, line, slope_of_line, mass,
+                 gain_mass, fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK, D,
+                 KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
+                 DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ABOVE_0: tl.constexpr,
+                 N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """The tiles `begin` to `end` before the tile `whole`, nearest first."""
+    for index in range(begin, end):
+        tile = whole - 1 - index
+        k = load_tile(K, tile * N, k_t, k_d, TK, D, N, BLOCK_D, WHOLE=True)
+        product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _survey_tile(
+            product, tile, positions, own, maximum, height, line, slope_of_line, mass, gain_mass, fallen, count,
+            masked, List, a, r, scale, slope, limit, Documents, TK, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, False,
+            ABOVE_0, N)  # fmt: skip
     return maximum, height, line, slope_of_line, mass, gain_mass, fallen, count
 
 
@@ -117,7 +145,7 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
     start, inner, whole, stop = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, Ranges, TK,
                                           M, N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
 
-    maximum = tl.full([M], -1e30, tl.float32)
+    maximum = tl.where(valid, -1e30, 1e30)  # beyond the end nothing is ever above
     height = tl.full([M], 1.0, tl.float32)
     line = tl.zeros([M], tl.float32)
     slope_of_line = tl.zeros([M], tl.float32)
@@ -129,9 +157,9 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
         k = load_tile(K, tile * N, k_t, k_d, TK, D, N, BLOCK_D)
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _survey_tile(
-            product, tile, positions, own, valid, maximum, height, line, slope_of_line, mass, gain_mass, fallen, count,
+            product, tile, positions, own, maximum, height, line, slope_of_line, mass, gain_mass, fallen, count,
             0, List, a, r, scale, slope, limit, Documents, TK, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, True,
-            N)  # fmt: skip
+            False, N)  # fmt: skip
     masked = count
     if SLOPES and CAUSAL and not MASK_ALL:
         # scale |q| |k| - slope distance is under the threshold beyond this distance, for every row.
@@ -142,14 +170,21 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
         window = tl.where(slope > 0, window, 1e9)
         inner = tl.maximum(inner, ((first + TK - TQ).to(tl.float32) - window).to(tl.int32) // N)
         inner = tl.minimum(inner, whole)
-    for index in range(whole - inner):
-        tile = whole - 1 - index
-        k = load_tile(K, tile * N, k_t, k_d, TK, D, N, BLOCK_D, WHOLE=True)
-        product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _survey_tile(
-            product, tile, positions, own, valid, maximum, height, line, slope_of_line, mass, gain_mass, fallen, count,
-            masked, List, a, r, scale, slope, limit, Documents, TK, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, False,
-            N)  # fmt: skip
+    # Once no threshold is negative, neither is a score that matters.
+    near = tl.minimum(whole - inner, 1)
+    maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _whole_tiles(
+        q, K, k_t, k_d, 0, near, whole, positions, own, maximum, height, line, slope_of_line, mass, gain_mass, fallen,
+        count, masked, List, a, r, scale, slope, limit, Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS,
+        PRECISION, False, N, BLOCK_D)  # fmt: skip
+    quick = tl.where(tl.min(maximum - height, 0) >= 0, whole - inner, near)
+    maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _whole_tiles(
+        q, K, k_t, k_d, near, quick, whole, positions, own, maximum, height, line, slope_of_line, mass, gain_mass,
+        fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES,
+        DOCUMENTS, PRECISION, True, N, BLOCK_D)  # fmt: skip
+    maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _whole_tiles(
+        q, K, k_t, k_d, quick, whole - inner, whole, positions, own, maximum, height, line, slope_of_line, mass,
+        gain_mass, fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK, D, KIND, GUESS, CAUSAL,
+        SLOPES, DOCUMENTS, PRECISION, False, N, BLOCK_D)  # fmt: skip
 
     sees = maximum > -1e30
     line_place = pair.to(tl.int64) * TQ + rows

@@ -56,6 +56,15 @@ def contiguous(*options: Tensor | None) -> list[Tensor | None]:
     return [None if option is None else option.contiguous() for option in options]
 
 
+def small_ids(documents: Tensor | None) -> Tensor | None:
+    """Ids that fit 32 bits, equal where the given ones are; those that fit are left alone."""
+    if documents is None or documents.dtype.itemsize < 4 or documents.dtype == torch.int32:
+        return documents if documents is None else documents.int()
+    ordered, order = documents.long().sort(dim=-1)
+    ranks = torch.nn.functional.pad(ordered.diff(dim=-1) != 0, (1, 0)).cumsum(-1, dtype=torch.int32)
+    return torch.empty_like(ranks).scatter_(-1, order, ranks)
+
+
 @triton.jit
 def load_tile(base, first, row_stride, column_stride, ROWS, COLUMNS,
               LENGTH: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr = False):  # fmt: skip

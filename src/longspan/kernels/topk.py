@@ -26,6 +26,7 @@ from longspan.kernels.tiles import (
     one_pass,
     room_for_output,
     row_scores,
+    small_ids,
     store_tile,
 )
 
@@ -136,7 +137,7 @@ def topk_attention(
     places: int, scale: float, causal: bool,
 ) -> Tensor:  # fmt: skip
     """Attention to the `places` highest scores of every row, at most `MOST`. Has no gradient."""
-    slopes, lengths, documents = contiguous(slopes, lengths, documents)
+    slopes, lengths, documents = contiguous(slopes, lengths, small_ids(documents))
     out = room_for_output(q, v)
     grid, sizes, constants = one_pass(q, k, v, out, slopes, lengths, documents)
     topk_kernel[grid](
