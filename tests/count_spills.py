@@ -46,6 +46,8 @@ def main() -> None:
             for name in ("survey", "solve", "output", "query", "key"):
                 launch = getattr(blocks, name)
                 print(spilled(name, sizes | options | {"COLLECTED": False}, launch), name, dim, masks, flush=True)
+            above_2 = sizes | options | KERNELS["edge"][1]["above_2"]
+            print(spilled("edge", above_2, blocks.solve), "edge", dim, masks, flush=True)
 
 
 if __name__ == "__main__":
