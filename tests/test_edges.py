@@ -78,7 +78,7 @@ def assert_as_good_as_dense(call: dict[str, Any]) -> None:
     dense = errors_of_plain_torch(call, exact)
     for key, value in exact.items():
         error = (found[key].double() - value).abs().max()
-        rounding = torch.finfo(call["q"].dtype).eps * (100 if call["q"].dtype == torch.float32 else 4)
+        rounding = torch.finfo(call["q"].dtype).eps * (300 if call["q"].dtype == torch.float32 else 4)
         tolerance = 3 * dense[key].nan_to_num(math.inf, math.inf) + rounding * value.abs().max()
         assert error <= tolerance, f"{key}: {error:.3g} > {tolerance:.3g}, size {value.abs().max():.3g}"
 
@@ -139,6 +139,14 @@ def test_every_option_with_many_candidates(
     spy = Spy(monkeypatch)
     assert_as_good_as_dense(made(replace(OPTIONS[name], alpha=alpha, content=flat(1e-3)), torch.float32, device))
     assert spy.found.over.any()
+
+
+@pytest.mark.parametrize("dim", [8, 24, 64])
+@pytest.mark.parametrize("alpha", [3.0, 8.0, 16.0])
+def test_scores_that_are_rounded_on_the_way(alpha: float, dim: int, device: torch.device) -> None:
+    """By a scale that is no power of 2, and by longer sums: an edge is the same number for every kernel."""
+    problem = square(70, heads=2, dim=dim, value_dim=dim, slopes=(0.05, 0.0), scale=0.3, alpha=alpha)
+    assert_as_good_as_dense(made(problem, torch.float32, device))
 
 
 @pytest.mark.parametrize("cap", [2, None], ids=["over_tiles", "from_candidates"])

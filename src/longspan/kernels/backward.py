@@ -39,7 +39,8 @@ def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, start, in
                  KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
                  PRECISION: tl.constexpr, REFINE: tl.constexpr, MASKED: tl.constexpr,
                  N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    unit = 1.0 if KIND == 0 else a
+    # As the forward makes it, to the last digit: in the interpreter numbers have more of them than in a tensor.
+    factor, unit = scale if KIND == 0 else a * scale, 1.0 if KIND == 0 else a
     for index in range(begin * (N // PART), count * (N // PART)):
         tile = index // (N // PART)
         if KIND != 0:
@@ -52,7 +53,7 @@ def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, start, in
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         d_p = tl.dot(d_o, tl.trans(v), input_precision=PRECISION)
         keys = first + tl.arange(0, PART)
-        z = row_scores(product, keys, positions, own, unit * scale, unit * slope, end, Documents, TK,
+        z = row_scores(product, keys, positions, own, factor, unit * slope, end, Documents, TK,
                        CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         if KIND == 1 or KIND < -2:
             _, gain = weights_from_edge(z, maximum[:, None], height[:, None], edge_height[:, None], edge_gain[:, None],
@@ -143,7 +144,8 @@ def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, unseen, count, List, Maxi
                KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
                PRECISION: tl.constexpr, REFINE: tl.constexpr, MASKED: tl.constexpr,
                M: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    unit = 1.0 if KIND == 0 else a
+    # As the forward makes it, to the last digit: in the interpreter numbers have more of them than in a tensor.
+    factor, unit = scale if KIND == 0 else a * scale, 1.0 if KIND == 0 else a
     for index in range(begin * (M // PART) + unseen, count * (M // PART)):
         block = index // (M // PART)
         if KIND != 0:
@@ -163,7 +165,7 @@ def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, unseen, count, List, Maxi
         d_p = tl.dot(v, tl.trans(d_o), input_precision=PRECISION)
         positions = rows + TK - TQ
         own = ids_of(Documents, positions, TK, DOCUMENTS and MASKED)
-        z = scores_of(product, keys[:, None], positions[None, :], unit * scale, unit * slope, end,
+        z = scores_of(product, keys[:, None], positions[None, :], factor, unit * slope, end,
                       theirs[:, None], own[None, :], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         if KIND == 1 or KIND < -2:
             edge_height, edge_gain = edge_of_row(height, EdgeGain, rows, rows < TQ, a, KIND)

@@ -182,9 +182,9 @@ def _edge(scores, r, copies, KIND: tl.constexpr):
 @triton.jit
 def _weight_of(edge, scores, a, r, copies, most, KIND: tl.constexpr):
     """The weight and the gain of a row's edge: Newton's method from one over the number of survivors."""
-    survivors = tl.where(scores >= edge[:, None], copies, 0.0)
+    scores = tl.where(scores >= edge[:, None], scores, float("-inf"))
     ties = tl.sum(tl.where(scores == edge[:, None], copies, 0.0), 1)
-    weight = 1.0 / tl.maximum(tl.sum(survivors, 1), 1.0)
+    weight = 1.0 / tl.maximum(tl.sum(tl.where(scores > float("-inf"), copies, 0.0), 1), 1.0)
     others = weight * 0.0
     farthest = tl.max(weight, 0)
     steps = 0

@@ -45,13 +45,13 @@ def edge_of_row(weight, EdgeGain, places, valid, a, KIND: tl.constexpr):
 
 @triton.jit
 def weights_from_edge(z, edge, weight, height, gain_there, r, KIND: tl.constexpr):
-    """p, and the gain ``p ^ (2 - alpha)`` of each weight in its own score, both 0 below the edge.
+    """p, and the gain ``p ^ (2 - alpha)`` of each weight in its own score, both 0 beneath the threshold.
 
     `height` is ``weight ^ a``. Ties of the edge take its weight and its gain as they are given, because the height may
     be less than float32 has. All but `z` are shaped to lie along its rows.
     """
     gap = z - edge
-    u = tl.where(gap > 0, gap + height, 0.0)
+    u = tl.maximum(gap + height, 0.0)
     gain = tl.minimum(gains(u, r, KIND), 1e30)
     return tl.where(gap == 0, weight, gain * u), tl.where(gap == 0, gain_there, gain)
 
@@ -109,7 +109,8 @@ def _sums(q, K, k_t, k_d, begin, count, List, positions, own, edge, weight, heig
         keys = first + tl.arange(0, PART)
         z = row_scores(product, keys, positions, own, a * scale, a * slope, end, Documents, TK,
                        CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
-        p, gain = weights_from_edge(z, edge[:, None], weight[:, None], height[:, None], 0.0, r, KIND)
+        survivors = tl.where(z >= edge[:, None], z, float("-inf"))
+        p, gain = weights_from_edge(survivors, edge[:, None], weight[:, None], height[:, None], 0.0, r, KIND)
         mass += tl.sum(p, 1)
         others += tl.sum(gain, 1)
         ties += tl.sum(tl.where(z == edge[:, None], 1.0, 0.0), 1)

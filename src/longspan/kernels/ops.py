@@ -367,10 +367,13 @@ def long_attention_backward(
         column_kernel[(keys * batch * heads,)](
             live, columns, column_counts, rows, CHUNK=256, num_warps=1,
         )  # fmt: skip
+    # Above alpha 2 a product must be the forward's to the last digit, though its factors are the other way round: the
+    # interpreter's library adds small ones up in an order of their own.
+    part = blocks.rows if alpha > 2 and q.dtype == torch.float32 else blocks.key.part
     key_kernel[(keys * (blocks.keys // blocks.keys_at_once) * batch * kv_heads,)](
         q, k, v, d_out, d_k, d_v, delta, residue, maximum, height, gain, columns, column_counts,
         slopes, lengths, documents, a, r, scale, *strides, *d_k.stride(), *d_v.stride(), *sizes,
-        KIND=kind, REFINE=residue is not None, PART=blocks.key.part, KEYS=blocks.keys_at_once,
+        KIND=kind, REFINE=residue is not None, PART=part, KEYS=blocks.keys_at_once,
         **blocks.key.options(may_fuse), **constants,
     )  # fmt: skip
     return d_q, d_k, d_v, d_slopes.sum((0, 2))
