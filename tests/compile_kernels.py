@@ -15,6 +15,7 @@ from longspan.kernels import (
     decode,
     decode_rows,
     decode_values,
+    edges,
     gated,
     norms,
     output,
@@ -34,7 +35,7 @@ POINTERS |= {"Copies": "u8", "Held": "i32", "Over": "i32", "LowGradients": "bf16
 HALVES = {"Q", "K", "V", "O", "dO", "dQ", "dK", "dV", "Low", "High"}
 HALVES |= {"Update", "dUpdate", "Normed", "dNormed", "Joint", "dJoint", "Out", "dOut"}
 NUMBERS = {"learning_rate", "rise_1", "rise_2", "log_1", "log_2", "weight_decay", "clip", "share"}
-NUMBERS |= {"a", "r", "scale", "tail", "tolerance", "aim", "slack", "unit", "reach", "epsilon"}
+NUMBERS |= {"a", "r", "scale", "tail", "tolerance", "aim", "slack", "unit", "reach", "epsilon", "most"}
 OPTIONAL = {
     "Slopes": "SLOPES",
     "KeyNorms": "SLOPES",
@@ -50,6 +51,7 @@ OPTIONAL = {
     "Floors": "BOXES",
     "Many": "DEFER",
     "Over": "COLLECTED",
+    "EdgeGain": "ABOVE_2",
     "Residue": "REFINE",
     "Average": "AVERAGE",
     "Update": "AFTER",
@@ -68,7 +70,7 @@ PLAIN: dict[str, Any] = {
     "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 16, "PROBES": 4,
     "TOGETHER": 2, "EARLY": True, "COLLECTED": True, "REFINE": False, "CAP": 64, "DEFER": True, "SHARES": 4,
     "GATHER": 16, "PARTS": 16, "STAGES": 3, "AVERAGE": False, "AFTER": True, "BEFORE": True, "KEEP": True,
-    "ADD": True, "BLOCK": 256, "PLACES": False,
+    "ADD": True, "BLOCK": 256, "PLACES": False, "ABOVE_2": False,
 }  # fmt: skip
 SPARSE: dict[str, dict[str, Any]] = {
     "slopes": {"SLOPES": True},
@@ -77,17 +79,21 @@ SPARSE: dict[str, dict[str, Any]] = {
     "stats": {"STATS": True, "GRAD": False},
     "no_mean": {"MEAN": False, "GRAD": False, "MAP": False},
     "any_alpha": {"KIND": -1, "GUESS": False, "TAIL": True},
-    "alpha_3": {"KIND": 1, "CONVEX": False},
-    "above_2": {"KIND": -3, "CONVEX": False},
     "float32": {"KIND": -2, "PRECISION": "ieee", "REFINE": True, "SLOPES": True},
-    "float32_above_2": {"KIND": -2, "PRECISION": "ieee", "CONVEX": False, "REFINE": True, "SLOPES": True},
     "by_rounds": {"COLLECTED": False},
+}
+ABOVE_2: dict[str, dict[str, Any]] = {
+    "alpha_3": {"KIND": 1, "CONVEX": False, "ABOVE_2": True},
+    "above_2": {"KIND": -3, "CONVEX": False, "ABOVE_2": True},
+    "masks_above_2": {**SPARSE["masks"], "KIND": -3, "CONVEX": False, "ABOVE_2": True},
+    "float32_above_2": {**SPARSE["float32"], "KIND": -4, "CONVEX": False, "ABOVE_2": True},
 }
 COLLECTING = {name: SPARSE[name] for name in ("slopes", "masks", "future", "float32")}
 ROOTS: dict[str, dict[str, Any]] = {
     "alpha_2": {"KIND": 2, "AT_ONCE": 16},
     "any_alpha": {"KIND": -2, "AT_ONCE": 16},
-    "above_2": {"KIND": -2, "CONVEX": False, "CAP": 32, "AT_ONCE": 32},
+    "alpha_3": {"KIND": 1, "CONVEX": False, "ABOVE_2": True, "CAP": 32, "AT_ONCE": 32},
+    "above_2": {"KIND": -4, "CONVEX": False, "ABOVE_2": True, "CAP": 32, "AT_ONCE": 32},
 }
 DECODING: dict[str, dict[str, Any]] = {
     "plain": {"M": 16, "CHUNK": 64},
@@ -112,6 +118,7 @@ DECODING: dict[str, dict[str, Any]] = {
 NARROW_HEADS: dict[str, Any] = {"MASK_ALL": True, "M": 128, "N": 128, "BLOCK_D": 16, "BLOCK_DV": 16, "WARPS": 8}
 BACKWARD: dict[str, dict[str, Any]] = {
     **SPARSE,
+    **ABOVE_2,
     "softmax": {"KIND": 0},
     "softmax_of_float32": {"KIND": 0, "PRECISION": "ieee"},
     # CUDA 12.8's assembler crashed on a loop that was empty.
@@ -151,7 +158,8 @@ KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "collect": (candidates.collect_kernel, COLLECTING),
     "root": (candidates.root_kernel, ROOTS),
     "solve": (solve.solve_kernel, SPARSE),
-    "output": (output.output_kernel, SPARSE),
+    "edge": (edges.edge_kernel, ABOVE_2),
+    "output": (output.output_kernel, SPARSE | ABOVE_2),
     "softmax": (
         softmax.softmax_kernel,
         {

@@ -45,11 +45,12 @@ def main() -> None:
         blocks = blocks_of(q, q)
         sizes = {"M": blocks.rows, "N": blocks.keys, "KEYS": blocks.keys_at_once}
         sizes |= {"BLOCK_D": dim, "BLOCK_DV": dim, "COLLECTED": False}
-        for masks, name in product(MASKS, ("survey", "solve", "output", "query", "key")):
-            launch = getattr(blocks, name)
+        for masks, name in product(MASKS, ("survey", "solve", "edge", "output", "query", "key")):
+            launch = blocks.solve if name == "edge" else getattr(blocks, name)
+            above_2 = KERNELS["edge"][1]["above_2"] if name == "edge" else {}
             if (dim, masks, name, launch) not in counted:
                 counted.add((dim, masks, name, launch))
-                print(spilled(name, sizes | MASKS[masks], launch), name, dim, masks, launch, flush=True)
+                print(spilled(name, sizes | MASKS[masks] | above_2, launch), name, dim, masks, launch, flush=True)
 
 
 if __name__ == "__main__":

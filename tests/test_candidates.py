@@ -120,7 +120,7 @@ def few(alpha: float) -> int:
 
 @pytest.mark.parametrize("alpha", [1.75, 3.0])
 @pytest.mark.parametrize("name", SEAMS)
-def test_blocks_with_too_many_candidates_are_solved_by_rounds(
+def test_blocks_with_too_many_candidates_are_solved_over_their_tiles(
     name: str, alpha: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cap = few(alpha)
@@ -156,7 +156,7 @@ def test_statistics_on_both_sides_of_the_seam(
     assert (found.support <= (above > -1e-4).sum(-1)).all()
 
 
-@pytest.mark.parametrize("alpha", [1.75, 2.0, 3.0])
+@pytest.mark.parametrize("alpha", [1.75, 2.0, 3.0, 16.0, 64.0])
 def test_ties_take_one_place_a_tile(alpha: float, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     spy = Spy(monkeypatch)
     call = made(square(300, content=ties, alpha=alpha), torch.float32, device)

@@ -14,13 +14,9 @@ from longspan.functional.entmax import HAS_TRITON, entmax, threshold
 from longspan.functional.reference import dense_attention, dense_scores
 from longspan.functional.scores import Rules, tracked
 from longspan.functional.threshold import Alpha, alpha_of_kernels, alpha_range
-from longspan.kernels.pages import MANY_KEYS, MOST_QUERIES
+from longspan.kernels.pages import HIGHEST_ALPHA, MANY_KEYS, MOST_QUERIES
 
 IMPLEMENTATIONS = ("reference", "chunked", "triton")
-
-# Of kernels. A weight is a root of its distance to the threshold: beside a maximum of 1 float32 has digits for weights
-# from 0.004 at alpha 4, from 0.1 at 8, from 0.3 at 16, and what is smaller may be lost.
-HIGHEST_ALPHA = 4
 
 # Looked up once: inside a compiled function the environment cannot be read.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -130,7 +126,7 @@ def _by_kernels(
     short = on_chip(q, k, v) and alpha <= 2 and not return_stats
     if not short:
         q, scales = scaled_queries(q, scales), None
-    if _is_decoding(q, k, v, rules):
+    if alpha <= HIGHEST_ALPHA and _is_decoding(q, k, v, rules):
         from longspan.functional.decode import decode
 
         own = {"slopes": rules.slopes, "scale": rules.scale, "scales": scales}
@@ -257,8 +253,6 @@ def triton_cannot(q: Tensor, k: Tensor, v: Tensor, alpha: Alpha) -> str | None:
         return "triton is not installed: pip install 'longspan[gpu]'"
     if isinstance(alpha, Tensor):
         return "alpha must be a number: a learnt alpha has no kernel yet"
-    if alpha > HIGHEST_ALPHA:
-        return f"it takes an alpha of at most {HIGHEST_ALPHA}, got {alpha:g}"
     if q.dtype == torch.float64:
         return "it does not compute in float64"
     if max(q.shape[3], v.shape[3]) > 256:

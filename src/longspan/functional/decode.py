@@ -7,11 +7,11 @@ from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from longspan.functional.attention import HIGHEST_ALPHA, AttentionStats
+from longspan.functional.attention import AttentionStats
 from longspan.functional.entmax import HAS_TRITON, entmax, threshold
 from longspan.functional.scores import grouped_product
 from longspan.functional.threshold import alpha_of_kernels, alpha_range
-from longspan.kernels.pages import MOST_QUERIES, PAGE
+from longspan.kernels.pages import HIGHEST_ALPHA, MOST_QUERIES, PAGE
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _MOST_PAIRS = (1 << 16) - 1  # of the second dim of a grid

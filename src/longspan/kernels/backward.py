@@ -11,7 +11,8 @@ instead, over that of the gains, is what the mean is off. In float32 it is kept 
 import triton
 import triton.language as tl
 
-from longspan.kernels.solver import bounded, weights_and_gains
+from longspan.kernels.edges import edge_of_row, weights_from_edge
+from longspan.kernels.solver import weights_and_gains
 from longspan.kernels.tiles import (
     SIZES,
     accumulated,
@@ -32,12 +33,14 @@ from longspan.kernels.tiles import (
 
 @triton.jit
 def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, start, inner, whole, positions, own,
-                 maximum, height, delta, d_q, d_slope, gain_mass, residue, gain_keys, gain_distance,
+                 maximum, height, edge_height, edge_gain, delta,
+                 d_q, d_slope, gain_mass, residue, gain_keys, gain_distance,
                  a, r, scale, slope, end, Documents, TK, D, DV,
                  KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
                  PRECISION: tl.constexpr, REFINE: tl.constexpr, MASKED: tl.constexpr,
                  N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    unit = 1.0 if KIND == 0 else a
+    # As the forward makes it, to the last digit: in the interpreter numbers have more of them than in a tensor.
+    factor, unit = scale if KIND == 0 else a * scale, 1.0 if KIND == 0 else a
     for index in range(begin * (N // PART), count * (N // PART)):
         tile = index // (N // PART)
         if KIND != 0:
@@ -50,10 +53,13 @@ def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, start, in
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         d_p = tl.dot(d_o, tl.trans(v), input_precision=PRECISION)
         keys = first + tl.arange(0, PART)
-        z = row_scores(product, keys, positions, own, unit * scale, unit * slope, end, Documents, TK,
+        z = row_scores(product, keys, positions, own, factor, unit * slope, end, Documents, TK,
                        CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
-        _, gain = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND, PRECISION)
-        gain = bounded(gain, KIND, k.dtype)
+        if KIND == 1 or KIND < -2:
+            _, gain = weights_from_edge(z, maximum[:, None], height[:, None], edge_height[:, None], edge_gain[:, None],
+                                        r, KIND)  # fmt: skip
+        else:
+            _, gain = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND, PRECISION)
         d_s = gain * (d_p - delta[:, None])
         if SLOPES:
             d_slope -= tl.sum(d_s * distances(keys[None, :], positions[:, None]), 1)
@@ -68,7 +74,7 @@ def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, start, in
 
 
 @triton.jit(do_not_specialize=SIZES)
-def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Residue, Maximum, Height, List, Counts, Slopes, dSlopes,
+def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Residue, Maximum, Height, EdgeGain, List, Counts, Slopes, dSlopes,
                  Lengths, Documents, Ranges, a, r, scale,
                  q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
                  mean_b, mean_h, mean_t, mean_d, dq_b, dq_h, dq_t, dq_d, H, GROUP, TQ, TK, D, DV, NQ, NK,
@@ -95,6 +101,7 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Residue, Maximum, Height, List, C
     tl.store(Delta + line_place, delta, mask=rows < TQ)
     maximum = tl.load(Maximum + line_place, mask=rows < TQ, other=1e30)  # beyond the end nothing survives
     height = tl.load(Height + line_place, mask=rows < TQ, other=0.0)
+    edge_height, edge_gain = edge_of_row(height, EdgeGain, line_place, rows < TQ, a, KIND)
     own = ids_of(Documents, positions, TK, DOCUMENTS)
     start, inner, whole = 0, 0, 0
     if KIND == 0:
@@ -111,13 +118,13 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Residue, Maximum, Height, List, C
     gain_mass, residue, gain_keys, gain_distance = d_slope, d_slope, d_q, d_slope
     d_q, d_slope, gain_mass, residue, gain_keys, gain_distance = _query_tiles(
         q, d_o, K, V, k_t, k_d, v_t, v_d, 0, masked, List, start, inner, whole, positions, own,
-        maximum, height, delta, d_q, d_slope, gain_mass, residue, gain_keys, gain_distance,
+        maximum, height, edge_height, edge_gain, delta, d_q, d_slope, gain_mass, residue, gain_keys, gain_distance,
         a, r, scale, slope, limit, Documents, TK, D, DV,
         KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, True, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     if not MASK_ALL:  # an empty loop would do, but it makes CUDA 12.8's assembler crash
         d_q, d_slope, gain_mass, residue, gain_keys, gain_distance = _query_tiles(
             q, d_o, K, V, k_t, k_d, v_t, v_d, second, last, List, start, inner, whole, positions, own,
-            maximum, height, delta, d_q, d_slope, gain_mass, residue, gain_keys, gain_distance,
+            maximum, height, edge_height, edge_gain, delta, d_q, d_slope, gain_mass, residue, gain_keys, gain_distance,
             a, r, scale, slope, limit, Documents, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, False, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     if REFINE:
@@ -131,13 +138,14 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Residue, Maximum, Height, List, C
 
 
 @triton.jit
-def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, unseen, count, List, Maximum, Height, Delta, Residue,
+def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, unseen, count, List, Maximum, Height, EdgeGain, Delta, Residue,
                keys, theirs, d_k, d_v,
                a, r, scale, slope, end, Documents, TQ, TK, D, DV,
                KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
                PRECISION: tl.constexpr, REFINE: tl.constexpr, MASKED: tl.constexpr,
                M: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    unit = 1.0 if KIND == 0 else a
+    # As the forward makes it, to the last digit: in the interpreter numbers have more of them than in a tensor.
+    factor, unit = scale if KIND == 0 else a * scale, 1.0 if KIND == 0 else a
     for index in range(begin * (M // PART) + unseen, count * (M // PART)):
         block = index // (M // PART)
         if KIND != 0:
@@ -158,20 +166,25 @@ def _key_tiles(k, v, Q, dO, q_t, q_d, o_t, o_d, begin, unseen, count, List, Maxi
         # Rows are queries, as in the other kernels, so that their numbers lie along the tile.
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         d_p = tl.dot(d_o, tl.trans(v), input_precision=PRECISION)
-        z = scores_of(product, keys[None, :], positions[:, None], unit * scale, unit * slope, end,
+        z = scores_of(product, keys[None, :], positions[:, None], factor, unit * slope, end,
                       theirs[None, :], own[:, None], CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
-        p, gain = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND, PRECISION)
+        if KIND == 1 or KIND < -2:
+            edge_height, edge_gain = edge_of_row(height, EdgeGain, rows, rows < TQ, a, KIND)
+            p, gain = weights_from_edge(z, maximum[:, None], height[:, None], edge_height[:, None], edge_gain[:, None],
+                                        r, KIND)  # fmt: skip
+        else:
+            p, gain = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND, PRECISION)
         d_v = accumulated(tl.trans(p.to(d_o.dtype)), d_o, d_v, PRECISION)
         d_p -= delta[:, None]
         if REFINE:
             d_p -= tl.load(Residue + rows, mask=rows < TQ, other=0.0)[:, None]
-        d_s = narrowed(bounded(gain, KIND, q.dtype) * d_p, q.dtype)
+        d_s = narrowed(gain * d_p, q.dtype)
         d_k = accumulated(tl.trans(d_s), q, d_k, PRECISION)
     return d_k, d_v
 
 
 @triton.jit(do_not_specialize=SIZES)
-def key_kernel(Q, K, V, dO, dK, dV, Delta, Residue, Maximum, Height, List, Counts, Slopes, Lengths, Documents,
+def key_kernel(Q, K, V, dO, dK, dV, Delta, Residue, Maximum, Height, EdgeGain, List, Counts, Slopes, Lengths, Documents,
                a, r, scale,
                q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
                dk_b, dk_h, dk_t, dk_d, dv_b, dv_h, dv_t, dv_d, H, GROUP, TQ, TK, D, DV, NQ, NK,
@@ -218,15 +231,16 @@ def key_kernel(Q, K, V, dO, dK, dV, Delta, Residue, Maximum, Height, List, Count
             unseen = tl.minimum(unseen, tl.minimum(masked - begin, 1) * (M // PART))
         offset = (batch * H + head) * TQ
         Refined = Residue + offset if REFINE else Residue
+        Gains = EdgeGain + offset if KIND == 1 or KIND < -2 else EdgeGain
         d_k, d_v = _key_tiles(
             k, v, Q + batch * q_b + head * q_h, dO + batch * o_b + head * o_h, q_t, q_d, o_t, o_d,
-            begin, unseen, masked, Tiles, Maximum + offset, Height + offset, Delta + offset, Refined, keys, theirs,
-            d_k, d_v, a, r, scale, slope, limit, Documents, TQ, TK, D, DV,
+            begin, unseen, masked, Tiles, Maximum + offset, Height + offset, Gains, Delta + offset, Refined,
+            keys, theirs, d_k, d_v, a, r, scale, slope, limit, Documents, TQ, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, True, M, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
         d_k, d_v = _key_tiles(
             k, v, Q + batch * q_b + head * q_h, dO + batch * o_b + head * o_h, q_t, q_d, o_t, o_d,
-            masked, 0, count, Tiles, Maximum + offset, Height + offset, Delta + offset, Refined, keys, theirs,
-            d_k, d_v, a, r, scale, slope, limit, Documents, TQ, TK, D, DV,
+            masked, 0, count, Tiles, Maximum + offset, Height + offset, Gains, Delta + offset, Refined,
+            keys, theirs, d_k, d_v, a, r, scale, slope, limit, Documents, TQ, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, False, M, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     store_tile(dK + batch * dk_b + kv_head * dk_h, d_k * scale, first, dk_t, dk_d, TK, D, KEYS, BLOCK_D)
     store_tile(dV + batch * dv_b + kv_head * dv_h, d_v, first, dv_t, dv_d, TK, DV, KEYS, BLOCK_DV)

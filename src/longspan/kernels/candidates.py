@@ -7,11 +7,10 @@ registers, with as many steps as it takes.
 *Collect* takes the highest score of each row out of a tile, then the next, until no row has any left above its
 threshold: as many turns as the row with most of them has, mostly one to three. Scores that tie leave together, with
 their number, so a row of nothing but ties is one entry a tile. The order is that of the tiles and then falling, the
-same every time. A block with a row of more than CAP entries is left to `solve_kernel`.
+same every time. A block with a row of more than CAP entries is left to `solve_kernel`, above alpha 2 to `edge_kernel`.
 
-*Root* for alpha <= 2 is Newton's method on the norm, falling from the survey's height. For alpha > 2 the weights have
-an infinite slope where they leave 0, and a row is anchored at its smallest survivor instead of its maximum, so that
-both the threshold and the weights next to it keep their digits; docs/solver.md says why.
+*Root* for alpha <= 2 is Newton's method on the norm, falling from the survey's height. For alpha > 2 a row is measured
+from its smallest survivor instead of its maximum: `edges.py`.
 """
 
 from typing import NamedTuple
@@ -21,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan.kernels.edges import gain_of_edge, lighter, power, weights_from_edge
 from longspan.kernels.solver import gains, joined_norm
 from longspan.kernels.tiles import (
     SIZES,
@@ -162,17 +162,17 @@ def _falling(gap, r, copies, height, KIND: tl.constexpr):
 
 
 @triton.jit
-def _smallest(gap, r, copies, KIND: tl.constexpr):
-    """The gap of the smallest survivor for alpha > 2, from candidates ``gap = z - max``.
+def _edge(scores, r, copies, KIND: tl.constexpr):
+    """The smallest survivor of candidates, alpha > 2.
 
     A score survives if the weights of those above it, were it the threshold, sum to less than 1. Survivors are few, so
     they are tried one after the other from the top.
     """
-    chosen = tl.max(gap, 1)
+    chosen = tl.max(scores, 1)
     going = tl.max(chosen, 0) > float("-inf")
     while going:
-        below = tl.max(tl.where(gap < chosen[:, None], gap, float("-inf")), 1)
-        u = tl.where(gap > below[:, None], gap - tl.maximum(below, -1e30)[:, None], 0.0)
+        below = tl.max(tl.where(scores < chosen[:, None], scores, float("-inf")), 1)
+        u = tl.where(scores > below[:, None], scores - tl.maximum(below, -1e30)[:, None], 0.0)
         survives = (tl.sum(gains(u, r, KIND) * u * copies, 1) < 1.0) & (below > float("-inf"))
         chosen = tl.where(survives, below, chosen)
         going = tl.max(survives.to(tl.int32), 0) > 0
@@ -180,59 +180,46 @@ def _smallest(gap, r, copies, KIND: tl.constexpr):
 
 
 @triton.jit
-def _anchored(above, survives, a, r, copies, KIND: tl.constexpr):
-    """How far the smallest survivor lies above the threshold, alpha > 2; `above`: how far the others lie above it.
-
-    In its weight p the sum of all is convex, and at least 1 where p is one over their number: Newton's method falls
-    from there.
-    """
-    number = tl.sum(tl.where(survives, copies, 0.0), 1)
-    p = 1.0 / tl.maximum(number, 1.0)
-    height = _power(p, a)
-    farthest = tl.max(p, 0)
+def _weight_of(edge, scores, a, r, copies, most, KIND: tl.constexpr):
+    """The weight and the gain of a row's edge: Newton's method from one over the number of survivors."""
+    scores = tl.where(scores >= edge[:, None], scores, float("-inf"))
+    ties = tl.sum(tl.where(scores == edge[:, None], copies, 0.0), 1)
+    weight = 1.0 / tl.maximum(tl.sum(tl.where(scores > float("-inf"), copies, 0.0), 1), 1.0)
+    others = weight * 0.0
+    farthest = tl.max(weight, 0)
     steps = 0
     while (farthest > 1e-6) & (steps < 24):
-        u = tl.where(survives, above + height[:, None], 0.0)
-        gain = gains(u, r, KIND) * copies
-        excess = tl.where(number > 0, tl.maximum(tl.sum(gain * u, 1) - 1.0, 0.0), 0.0)
-        p -= excess * p / (height * tl.maximum(tl.sum(gain, 1), 1e-37))
-        height = _power(p, a)
+        height = power(weight, a)
+        p, gain = weights_from_edge(scores, edge[:, None], weight[:, None], height[:, None], 0.0, r, KIND)
+        others = tl.sum(gain * copies, 1)
+        weight, excess = lighter(weight, tl.sum(p * copies, 1), others, ties, a)
         farthest = tl.max(excess, 0)
         steps += 1
-    return height
-
-
-@triton.jit
-def _power(x, exponent):
-    return tl.maximum(tl.exp2(exponent * tl.log2(tl.maximum(x, 1e-37))), 1e-37)
+    return weight, gain_of_edge(weight, others, ties, a, most)
 
 
 @triton.jit(do_not_specialize=["ROWS", "TQ", "NQ"])
-def root_kernel(Maximum, Height, Scores, Copies, Held, Over, a, r, ROWS, TQ, NQ,
+def root_kernel(Maximum, Height, EdgeGain, Scores, Copies, Held, Over, a, r, most, ROWS, TQ, NQ,
                 KIND: tl.constexpr, CONVEX: tl.constexpr, CAP: tl.constexpr, M: tl.constexpr,
                 AT_ONCE: tl.constexpr):  # fmt: skip
     """The height of every row, but for blocks of M rows with too many candidates.
 
-    For alpha > 2 its maximum is replaced by the score of its smallest survivor, and the height is that survivor's.
+    For alpha > 2 its maximum is replaced by the score of its edge, and the height by the edge's weight.
     """
     rows, slots = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE), tl.arange(0, CAP)
     solved = tl.load(Over + rows // TQ * NQ + rows % TQ // M, mask=rows < ROWS, other=1) == 0
     held = tl.load(Held + rows, mask=solved, other=0)
-    maximum = tl.load(Maximum + rows, mask=solved, other=0.0)
-    height = tl.load(Height + rows, mask=solved, other=0.0)
     there = slots[None, :] < held[:, None]
     places = rows[:, None] * CAP + slots[None, :]
     scores = tl.load(Scores + places, mask=there, other=float("-inf"))
     copies = tl.load(Copies + places, mask=there, other=0).to(tl.float32)
-    gap = scores - maximum[:, None]
     if CONVEX:
-        height = _falling(gap, r, copies, height, KIND)
+        maximum = tl.load(Maximum + rows, mask=solved, other=0.0)
+        height = tl.load(Height + rows, mask=solved, other=0.0)
+        tl.store(Height + rows, _falling(scores - maximum[:, None], r, copies, height, KIND), mask=solved)
     else:
-        chosen = _smallest(gap, r, copies, KIND)
-        survives = there & (gap >= chosen[:, None])
-        anchor = tl.min(tl.where(survives, scores, float("inf")), 1)
-        anchor = tl.where(held > 0, anchor, 0.0)
-        height = _anchored(tl.where(survives, scores - anchor[:, None], 0.0), survives, a, r, copies, KIND)
-        height = tl.where(held > 0, height, 0.0)
-        tl.store(Maximum + rows, anchor, mask=solved)
-    tl.store(Height + rows, height, mask=solved)
+        edge = tl.where(held > 0, _edge(scores, r, copies, KIND), 0.0)
+        weight, gain = _weight_of(edge, scores, a, r, copies, most, KIND)
+        tl.store(Maximum + rows, edge, mask=solved)
+        tl.store(Height + rows, tl.where(held > 0, weight, 0.0), mask=solved)
+        tl.store(EdgeGain + rows, gain, mask=solved)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from longspan.kernels.backward import column_kernel, key_kernel, query_kernel
 from longspan.kernels.candidates import capacity, collect_kernel, room_for, root_kernel
+from longspan.kernels.edges import edge_kernel
 from longspan.kernels.output import output_kernel
 from longspan.kernels.softmax import softmax_kernel
 from longspan.kernels.solve import solve_kernel
@@ -29,12 +30,12 @@ class Launch(NamedTuple):
     registers: int | None = None
     fused: bool = True
 
-    def options(self) -> dict[str, int | None]:
+    def options(self, may_fuse: bool = True) -> dict[str, int | None]:
         return {
             "num_warps": self.warps,
             "num_stages": self.stages,
             "maxnreg": self.registers,
-            "enable_fp_fusion": self.fused,
+            "enable_fp_fusion": self.fused and may_fuse,
         }
 
 
@@ -92,7 +93,9 @@ class _Outputs(NamedTuple):
     tiles: Tensor  # the live tiles of every block of queries, and how many of them are masked and are in all
     counts: Tensor
     live: Tensor  # the same as a map, keys first: 0 is dead, 2 alive with some of it masked or beyond the end
-    top: Tensor  # the maximum, for statistics where `maximum` and `height` are those of the smallest survivor
+    # Above alpha 2 `maximum` and `height` are the score and the weight of a row's edge, its smallest survivor.
+    top: Tensor  # the maximum there, for statistics
+    edge_gain: Tensor
 
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, alpha: float, grad: bool, stats: bool) -> _Outputs:
@@ -116,6 +119,7 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, alpha: float, grad: bool, stats: b
         q.new_empty(batch, heads, rows, 2, dtype=torch.int32),
         q.new_zeros((batch, heads, keys, rows) if grad or stats else (0,), dtype=torch.int8),
         line.new_empty(shape if alpha > 2 else (0,)),
+        line.new_empty(line.shape if alpha > 2 else (0,)),
     )
 
 
@@ -197,9 +201,13 @@ def _stats(q: Tensor, k: Tensor, v: Tensor, made: _Outputs, alpha: float, causal
     if kind_of(alpha) == SOFTMAX:
         tau, largest, dead = torch.full_like(made.height, -1.0), made.height, made.height.new_zeros(q.shape[:2])
     else:
-        tau = made.maximum - made.height
-        highest = made.top - made.maximum + made.height if alpha > 2 else made.height
-        largest = highest ** powers_of(alpha)[1]
+        a, r = powers_of(alpha)
+        if alpha > 2:
+            height, gap = made.height**a, made.top - made.maximum
+            largest = torch.where(gap > 0, (gap + height) ** r, made.height)
+        else:
+            height, largest = made.height, made.height**r
+        tau = made.maximum - height
         dead = 1 - (made.live > 0).sum((2, 3)) / max(1, _visible_tiles(q, k, v, causal))
     return Stats(torch.where(sees, tau, torch.inf), made.support.long(), made.entropy, largest, dead)
 
@@ -217,18 +225,20 @@ def _precision(alpha: float, dtype: torch.dtype, mean: bool, stats: bool) -> tup
     """How far a row's norm may be from 1 before the last two steps, and what its sum should be before the last.
 
     Each of the two squares the error or better, and what is left should drown in the rounding of the dtype. The last
-    should be a fall, so the sum before it aims above 1; without the mean there is no last. For alpha > 2 there are no
-    such steps.
+    should be a fall, so the sum before it aims above 1; without the mean there is no last.
     """
     if stats or dtype == torch.float32:
-        return (2e-6 if alpha > 2 else 1e-3), 1.00001  # a fall of 1e-6 is what the step's own rounding comes to
+        return 1e-3, 1.00001  # a fall of 1e-6 is what the step's own rounding comes to
     coarse = dtype == torch.bfloat16
-    if alpha > 2:
-        return (0.02 if coarse else 1e-5), 1.0
     if alpha != 1.5:
         return (0.05 if coarse else 0.02), 1.0
     above = 0.005 if coarse else 0.0005
     return (0.25 if coarse else 0.05), 1 + above if mean else 1.0
+
+
+def _most_gain(dtype: torch.dtype) -> float:
+    """How many times the gains of all others an edge's may be: see `gain_of_edge`."""
+    return 2.0**24 if dtype == torch.float32 else 2.0**13
 
 
 def _slack(dtype: torch.dtype) -> float:
@@ -274,7 +284,9 @@ def long_attention(
         slopes, lengths, documents, ranges, norms, a, survey_r, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
         KIND=survey_kind, GUESS=kind == 4, MASK_ALL=mask_all, **blocks.survey.options(), **constants,
     )  # fmt: skip
-    found = None
+    found, edge_gain, most = None, made.edge_gain if alpha > 2 else None, _most_gain(q.dtype)
+    # Where weights are roots of distances to a score, a score must be the same number wherever it is made.
+    may_fuse = alpha <= 2
     if cap := capacity(alpha):
         if stats and alpha > 2:
             made.top.copy_(made.maximum)
@@ -282,26 +294,33 @@ def long_attention(
         collect_kernel[grid](
             q, k, made.maximum, made.height, made.tiles, made.counts, *found, slopes, lengths, documents,
             a, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
-            CAP=cap, PART=blocks.collect.part, **blocks.collect.options(), **constants,
+            CAP=cap, PART=blocks.collect.part, **blocks.collect.options(may_fuse), **constants,
         )  # fmt: skip
         lines, at_once = made.maximum.numel(), 1024 // cap
         root_kernel[(triton.cdiv(lines, at_once),)](
-            made.maximum, made.height, *found, a, r, lines, time, rows,
+            made.maximum, made.height, edge_gain, *found, a, r, most, lines, time, rows,
             KIND=kind_of(alpha, fine=True), CONVEX=alpha <= 2, CAP=cap, M=blocks.rows, AT_ONCE=at_once, num_warps=4,
         )  # fmt: skip
-    solve_kernel[grid](
-        q, k, made.maximum, made.height, hint, made.tiles, made.counts, found and found.over,
-        slopes, lengths, documents, a, r, scale, tail, tolerance, aim, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
-        KIND=kind, CONVEX=alpha <= 2, TAIL=steep, COLLECTED=found is not None,
-        PART=blocks.solve.part, **blocks.solve.options(), **constants,
-    )  # fmt: skip
+    if found is not None and alpha > 2:
+        edge_kernel[grid](
+            q, k, made.maximum, made.height, edge_gain, made.tiles, made.counts, found.over,
+            slopes, lengths, documents, a, r, scale, most, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
+            KIND=kind, PART=blocks.solve.part, **blocks.solve.options(may_fuse), **constants,
+        )  # fmt: skip
+    else:
+        solve_kernel[grid](
+            q, k, made.maximum, made.height, hint, made.tiles, made.counts, found and found.over,
+            slopes, lengths, documents, a, r, scale, tail, tolerance, aim, *q.stride(), *k.stride(), *sizes[:5],
+            rows, keys, KIND=kind, TAIL=steep, COLLECTED=found is not None,
+            PART=blocks.solve.part, **blocks.solve.options(), **constants,
+        )  # fmt: skip
     output = blocks.output if mean else blocks.output_alone
     output_kernel[grid](
-        q, k, v, made.out, made.mean, made.maximum, made.height, bound, made.support, made.entropy,
+        q, k, v, made.out, made.mean, made.maximum, made.height, edge_gain, bound, made.support, made.entropy,
         made.tiles, made.counts, made.live, slopes, lengths, documents, a, r, scale, _slack(q.dtype),
         *strides, *sizes, rows, keys,
         KIND=kind, CONVEX=alpha <= 2, MEAN=mean, GRAD=grad, MAP=grad or stats, STATS=stats,
-        PART=output.part, BLOCK_DV=block_dv, **output.options(), **constants,
+        PART=output.part, BLOCK_DV=block_dv, **output.options(may_fuse), **constants,
     )  # fmt: skip
     return list(made)
 
@@ -317,7 +336,7 @@ def _(
 @torch.library.custom_op("longspan::long_attention_backward", mutates_args=())
 def long_attention_backward(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, mean: Tensor, maximum: Tensor, height: Tensor,
-    tiles: Tensor, counts: Tensor, live: Tensor,
+    edge_gain: Tensor, tiles: Tensor, counts: Tensor, live: Tensor,
     slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
     alpha: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -333,16 +352,16 @@ def long_attention_backward(
     delta = torch.empty_like(maximum)
     residue = torch.empty_like(maximum) if q.dtype == torch.float32 else None
     a, r = powers_of(alpha)
-    kind = _kind(q, alpha)
+    kind, gain, may_fuse = _kind(q, alpha), edge_gain if alpha > 2 else None, alpha <= 2
     ranges = None  # entmax has lists
     if documents is not None and kind == SOFTMAX:
         ranges = _document_ranges(q, k, documents, blocks)
     sizes = heads, heads // kv_heads, time, key_time, q.shape[3], v.shape[3], rows, keys
     strides = *q.stride(), *k.stride(), *v.stride(), *d_out.stride()
     query_kernel[(rows * batch * heads,)](
-        q, k, v, d_out, d_q, mean, delta, residue, maximum, height, tiles, counts, slopes, d_slopes,
+        q, k, v, d_out, d_q, mean, delta, residue, maximum, height, gain, tiles, counts, slopes, d_slopes,
         lengths, documents, ranges, a, r, scale, *strides, *mean.stride(), *d_q.stride(), *sizes,
-        KIND=kind, REFINE=residue is not None, PART=blocks.query.part, **blocks.query.options(), **constants,
+        KIND=kind, REFINE=residue is not None, PART=blocks.query.part, **blocks.query.options(may_fuse), **constants,
     )  # fmt: skip
     columns = column_counts = None
     if kind != SOFTMAX:
@@ -351,11 +370,14 @@ def long_attention_backward(
         column_kernel[(keys * batch * heads,)](
             live, columns, column_counts, rows, CHUNK=256, num_warps=1,
         )  # fmt: skip
+    # Above alpha 2 a product must be the forward's to the last digit, though its factors are the other way round: the
+    # interpreter's library adds small ones up in an order of their own.
+    part = blocks.rows if alpha > 2 and q.dtype == torch.float32 else blocks.key.part
     key_kernel[(keys * (blocks.keys // blocks.keys_at_once) * batch * kv_heads,)](
-        q, k, v, d_out, d_k, d_v, delta, residue, maximum, height, columns, column_counts, slopes, lengths, documents,
-        a, r, scale, *strides, *d_k.stride(), *d_v.stride(), *sizes,
-        KIND=kind, REFINE=residue is not None, PART=blocks.key.part, KEYS=blocks.keys_at_once,
-        **blocks.key.options(), **constants,
+        q, k, v, d_out, d_k, d_v, delta, residue, maximum, height, gain, columns, column_counts,
+        slopes, lengths, documents, a, r, scale, *strides, *d_k.stride(), *d_v.stride(), *sizes,
+        KIND=kind, REFINE=residue is not None, PART=part, KEYS=blocks.keys_at_once,
+        **blocks.key.options(may_fuse), **constants,
     )  # fmt: skip
     return d_q, d_k, d_v, d_slopes.sum((0, 2))
 
@@ -363,7 +385,7 @@ def long_attention_backward(
 @long_attention_backward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, mean: Tensor, maximum: Tensor, height: Tensor,
-    tiles: Tensor, counts: Tensor, live: Tensor,
+    edge_gain: Tensor, tiles: Tensor, counts: Tensor, live: Tensor,
     slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
     alpha: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -378,17 +400,18 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     # Softmax's gains are its weights, so the mean under them is the output.
     mean = made.mean if kind_of(ctx.alpha) != SOFTMAX else made.out
     ctx.save_for_backward(
-        q, k, v, mean, made.maximum, made.height, made.tiles, made.counts, made.live, slopes, lengths, documents
-    )
+        q, k, v, mean, made.maximum, made.height, made.edge_gain, made.tiles, made.counts, made.live,
+        slopes, lengths, documents,
+    )  # fmt: skip
 
 
 def _gradients(ctx: Any, d_made: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     d_out = d_made[0]
     if d_out is None:
         return (None,) * 11
-    q, k, v, mean, maximum, height, tiles, counts, live, slopes, lengths, documents = ctx.saved_tensors
+    q, k, v, mean, maximum, height, edge_gain, tiles, counts, live, slopes, lengths, documents = ctx.saved_tensors
     d_q, d_k, d_v, d_slopes = long_attention_backward(
-        q, k, v, d_out, mean, maximum, height, tiles, counts, live, slopes, lengths, documents,
+        q, k, v, d_out, mean, maximum, height, edge_gain, tiles, counts, live, slopes, lengths, documents,
         ctx.alpha, ctx.scale, ctx.causal,
     )  # fmt: skip
     return d_q, d_k, d_v, None if slopes is None else d_slopes.to(slopes.dtype), *(None,) * 7

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from longspan.kernels.solver import bounded, gains, joined_norm
+from longspan.kernels.edges import edge_of_row, weights_from_edge
+from longspan.kernels.solver import gains, joined_norm
 from longspan.kernels.tiles import (
     SIZES,
     accumulated,
@@ -21,7 +22,8 @@ from longspan.kernels.tiles import (
 
 @triton.jit
 def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, mark, positions, own, maximum, height,
-           out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, end, Documents, TK, D, DV,
+           edge_height, edge_gain, out, mean, mass, gain_mass, support, entropy,
+           a, r, scale, slope, end, Documents, TK, D, DV,
            KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
            PRECISION: tl.constexpr, MEAN: tl.constexpr, MAP: tl.constexpr, STATS: tl.constexpr, MASKED: tl.constexpr,
            N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
@@ -34,14 +36,20 @@ def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, mark, 
         keys = first + tl.arange(0, PART)
         z = row_scores(product, keys, positions, own, a * scale, a * slope, end, Documents, TK,
                        CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
-        u = tl.maximum(z - maximum[:, None] + height[:, None], 0.0)
-        gain = gains(u, r, KIND)
-        p = gain * u
+        if KIND == 1 or KIND < -2:
+            p, gain = weights_from_edge(z, maximum[:, None], height[:, None], edge_height[:, None], edge_gain[:, None],
+                                        r, KIND)  # fmt: skip
+            kept = p
+        else:
+            kept = tl.maximum(z - maximum[:, None] + height[:, None], 0.0)
+            gain = gains(kept, r, KIND)
+            p = gain * kept
         mass += tl.sum(p, 1)
         out = accumulated(p.to(v.dtype), v, out, PRECISION)
-        gain = bounded(gain, KIND, v.dtype)
+        if KIND == 1 or KIND < -2:
+            gain *= (8192.0 / tl.maximum(edge_gain, 8192.0))[:, None]  # in units that every dtype has
         narrow = narrowed(gain, v.dtype)
-        if KIND == 1 or KIND == -3:
+        if KIND == 1 or KIND < -2:
             # One gain may be a thousand times the others, so the mean is that of the gains as the product rounds them.
             gain = narrow.to(tl.float32)
         tile_gain = tl.sum(gain, 1)
@@ -49,16 +57,17 @@ def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, mark, 
         if MEAN:
             mean = accumulated(narrow, v, mean, PRECISION)
         if MAP:
-            live = tl.max(tile_gain, 0) > 0
+            # Above alpha 2 a gain may be nothing in those units.
+            live = tl.max(tl.sum(p, 1) if KIND == 1 or KIND < -2 else tile_gain, 0) > 0
             tl.store(Live + tl.cast(tile, tl.int64) * live_t, tl.cast(mark, tl.int8), mask=live)
         if STATS:
-            support += tl.sum(tl.where(u > 0, 1.0, 0.0), 1)
+            support += tl.sum(tl.where(kept > 0, 1.0, 0.0), 1)
             entropy -= tl.sum(p * tl.log(tl.maximum(p, 1e-37)), 1)
     return out, mean, mass, gain_mass, support, entropy
 
 
 @triton.jit(do_not_specialize=SIZES)
-def output_kernel(Q, K, V, O, Mean, Maximum, Height, Bound, Support, Entropy, List, Counts, Live,
+def output_kernel(Q, K, V, O, Mean, Maximum, Height, EdgeGain, Bound, Support, Entropy, List, Counts, Live,
                   Slopes, Lengths, Documents, a, r, scale, slack,
                   q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
                   H, GROUP, TQ, TK, D, DV, NQ, NK,
@@ -89,6 +98,7 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Bound, Support, Entropy, Li
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     line_place, maximum, height = surveyed(Maximum, Height, pair, rows, TQ)
     bound = tl.load(Bound + line_place, mask=valid, other=0.0)
+    edge_height, edge_gain = edge_of_row(height, EdgeGain, line_place, valid, a, KIND)
     out = tl.zeros([M, BLOCK_DV], tl.float32)
     mean, mass, gain_mass, support, entropy = out, height * 0.0, height * 0.0, height * 0.0, height * 0.0
     rounds = 0
@@ -102,12 +112,14 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, Bound, Support, Entropy, Li
         entropy = tl.zeros([M], tl.float32)
         out, mean, mass, gain_mass, support, entropy = _tiles(
             q, K, V, k_t, k_d, v_t, v_d, 0, masked, List, Live, NQ, 2, positions, own, maximum, height,
-            out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, limit, Documents, TK, D, DV,
+            edge_height, edge_gain, out, mean, mass, gain_mass, support, entropy,
+            a, r, scale, slope, limit, Documents, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MEAN, MAP, STATS, True,
             N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
         out, mean, mass, gain_mass, support, entropy = _tiles(
             q, K, V, k_t, k_d, v_t, v_d, masked, count, List, Live, NQ, mark, positions, own, maximum, height,
-            out, mean, mass, gain_mass, support, entropy, a, r, scale, slope, limit, Documents, TK, D, DV,
+            edge_height, edge_gain, out, mean, mass, gain_mass, support, entropy,
+            a, r, scale, slope, limit, Documents, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MEAN, MAP, STATS, False,
             N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
         rounds += 1

@@ -1,12 +1,12 @@
 """Entmax attention for long rows, the second stage of the forward: the threshold of every row, over its live tiles.
 
-For alpha <= 1.5, and above for the rows with more candidates than `candidates.py` has room for.
+For alpha <= 1.5, and up to 2 for the rows with more candidates than `candidates.py` has room for.
 """
 
 import triton
 import triton.language as tl
 
-from longspan.kernels.solver import curved_fall, gains, inside, joined_norm, positive, secant_step
+from longspan.kernels.solver import curved_fall, gains, inside, joined_norm, positive
 from longspan.kernels.tiles import (
     SIZES,
     block_of_queries,
@@ -46,7 +46,7 @@ def _sums(q, K, k_t, k_d, begin, count, List, positions, own, maximum, height, m
 @triton.jit(do_not_specialize=SIZES)
 def solve_kernel(Q, K, Maximum, Height, Hint, List, Counts, Over, Slopes, Lengths, Documents,
                  a, r, scale, tail, tolerance, aim, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
-                 KIND: tl.constexpr, CONVEX: tl.constexpr, TAIL: tl.constexpr, COLLECTED: tl.constexpr,
+                 KIND: tl.constexpr, TAIL: tl.constexpr, COLLECTED: tl.constexpr,
                  CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr,
                  PRECISION: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
@@ -70,9 +70,7 @@ def solve_kernel(Q, K, Maximum, Height, Hint, List, Counts, Over, Slopes, Length
     line_place, maximum, height = surveyed(Maximum, Height, pair, rows, TQ)
     hint = tl.load(Hint + line_place, mask=valid, other=1.0)
 
-    # The root lies between these heights; the norms there serve the secant.
-    low, low_norm = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
-    high, high_norm = height, tl.zeros([M], tl.float32)
+    low, high = tl.zeros([M], tl.float32), height  # the root lies between these heights
     if TAIL:
         # The survey solved sum u^2 = 1. Were the scores beyond its threshold exponentially distributed, sum u^r there
         # would be this, and fall at this rate.
@@ -81,7 +79,7 @@ def solve_kernel(Q, K, Maximum, Height, Hint, List, Counts, Over, Slopes, Length
         height -= tl.minimum(tl.log(expected) / rate, 0.9 * height)
     elif KIND == 4:
         height = tl.where(valid, hint, 0.0)
-    elif CONVEX:
+    else:
         # The survey's line lies below the norm. On rows of noise and of structure alike the root is about here.
         height -= tl.minimum(0.15 / tl.maximum(hint, 1e-20), 0.5 * height)
     going = count > 0
@@ -102,12 +100,8 @@ def solve_kernel(Q, K, Maximum, Height, Hint, List, Counts, Over, Slopes, Length
         farthest = tl.max(tl.where(height > 0, tl.abs(norm - 1.0), 0.0), 0)
         rounds += 1
         going = (farthest > tolerance) & (rounds < 32)
-        if CONVEX:
-            above = norm >= 1.0
-            low, high = tl.where(above, low, height), tl.where(above, height, high)
-            fall = curved_fall(mass, gain_mass, support, aim) if KIND == 4 else (norm - 1.0) / steepness
-            height = inside(height - fall, low, high)
-        else:
-            between, low, low_norm, high, high_norm = secant_step(norm, height, low, low_norm, high, high_norm)
-            height = tl.where(going, between, height)
+        above = norm >= 1.0
+        low, high = tl.where(above, low, height), tl.where(above, height, high)
+        fall = curved_fall(mass, gain_mass, support, aim) if KIND == 4 else (norm - 1.0) / steepness
+        height = inside(height - fall, low, high)
     tl.store(Height + line_place, height, mask=valid)

@@ -22,15 +22,15 @@ def powers_of(alpha: float) -> tuple[float, float]:
     return a, 1 / a if a else 0.0
 
 
-SOFTMAX, GENERAL, FINE, ABOVE_2 = 0, -1, -2, -3
+SOFTMAX, GENERAL, FINE, ABOVE_2, FINE_ABOVE_2 = 0, -1, -2, -3, -4
 _MOST = 24  # above r = 12 a power takes more multiplications than its logarithm
 
 
 def kind_of(alpha: float, fine: bool = False) -> int:
     """2r where that is a whole number, so that powers are products and roots: 4 for alpha 1.5, 2 for 2, 8 for 1.25.
 
-    Else by logarithms, as good as float32 has them if `fine`, or else quick, with a kind of its own for alpha > 2,
-    where the gain at 0 is not 0 by itself.
+    Else by logarithms, as good as float32 has them if `fine`, or else quick, with kinds of their own for alpha > 2,
+    where the gain at 0 is not 0 by itself. So alpha > 2 is kind 1 or below -2.
     """
     if alpha == 1:
         return SOFTMAX
@@ -38,7 +38,9 @@ def kind_of(alpha: float, fine: bool = False) -> int:
     whole = round(twice)
     if 1 <= whole <= _MOST and abs(twice - whole) < 1e-9 * whole:
         return whole
-    return FINE if fine else GENERAL if alpha < 2 else ABOVE_2
+    if alpha < 2:
+        return FINE if fine else GENERAL
+    return FINE_ABOVE_2 if fine else ABOVE_2
 
 
 def survey_power(alpha: float) -> tuple[int, float]:
@@ -151,7 +153,7 @@ def weights_and_gains(z, maximum, height, r, KIND: tl.constexpr, PRECISION: tl.c
 @triton.jit
 def gains(u, r, KIND: tl.constexpr):
     """``u ^ (r - 1)`` where u > 0, with r = 1/a: the gain of a weight ``u ^ r`` in its own score."""
-    if KIND == -2:
+    if KIND == -2 or KIND == -4:
         return tl.where(u > 0, tl.exp2((r - 1.0) * tl.log2(tl.maximum(u, 1e-37))), 0.0)
     if KIND == -1:
         return quick_power(u, r - 1.0)
@@ -166,19 +168,6 @@ def gains(u, r, KIND: tl.constexpr):
     gain = u if KIND % 2 == 0 else u * tl.sqrt(u)
     for _ in tl.static_range(KIND // 2 - 2):
         gain *= u
-    return gain
-
-
-@triton.jit
-def bounded(gain, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Gains as gradients take them: above alpha 2 they grow without bound towards the threshold, and are cut here.
-
-    The smallest survivor of a row, with a gain g far above the sum s of the others', takes a gradient like theirs: g
-    times a difference that is small like s/g. A cut at c changes gradients by s/c of their size, and the difference has
-    c times the rounding of float32 or, where it has two floats (see `query_kernel`), times that squared.
-    """
-    if KIND == 1 or KIND == -2 or KIND == -3:
-        gain = tl.minimum(gain, 67108864.0 if tl.float32 == DTYPE else 8192.0)
     return gain
 
 
