@@ -44,13 +44,13 @@ def main() -> None:
         q = torch.empty(1, 1, length, dim, dtype=torch.bfloat16, device="meta")
         blocks = blocks_of(q, q)
         sizes = {"M": blocks.rows, "N": blocks.keys, "KEYS": blocks.keys_at_once}
-        sizes |= {"BLOCK_D": dim, "BLOCK_DV": dim, "COLLECTED": False}
+        sizes |= {"BLOCK_D": dim, "BLOCK_DV": dim}
         for masks, name in product(MASKS, ("survey", "solve", "edge", "output", "query", "key")):
-            launch = blocks.solve if name == "edge" else getattr(blocks, name)
-            above_2 = KERNELS["edge"][1]["above_2"] if name == "edge" else {}
+            launch = blocks.collect if name == "edge" else getattr(blocks, name)
+            kind = KERNELS["edge"][1]["above_2"] if name == "edge" else {"COLLECTED": False}
             if (dim, masks, name, launch) not in counted:
                 counted.add((dim, masks, name, launch))
-                print(spilled(name, sizes | MASKS[masks] | above_2, launch), name, dim, masks, launch, flush=True)
+                print(spilled(name, sizes | MASKS[masks] | kind, launch), name, dim, masks, launch, flush=True)
 
 
 if __name__ == "__main__":

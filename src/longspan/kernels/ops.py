@@ -45,7 +45,7 @@ class Blocks(NamedTuple):
     rows: int
     keys: int
     survey: Launch
-    collect: Launch
+    collect: Launch  # of candidates, and of the edges of rows that have too many
     solve: Launch
     output: Launch
     output_alone: Launch  # without the mean
@@ -305,7 +305,7 @@ def long_attention(
         edge_kernel[grid](
             q, k, made.maximum, made.height, edge_gain, made.tiles, made.counts, found.over,
             slopes, lengths, documents, a, r, scale, most, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
-            KIND=kind, PART=blocks.solve.part, **blocks.solve.options(may_fuse), **constants,
+            KIND=kind, PART=blocks.collect.part, **blocks.collect.options(may_fuse), **constants,
         )  # fmt: skip
     else:
         solve_kernel[grid](
