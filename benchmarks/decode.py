@@ -42,7 +42,7 @@ BLOCK = 128
 KINDS = ("random", "topics4", "topics16", "nape", "alike")
 AT_ONCE = 1 << 16  # keys that the dense helpers hold in float32
 LEAST_STEPS = 24  # of one CUDA graph
-TUNABLE = ("together", "early", "score", "run", "row", "shares", "held", "short", "value")
+TUNABLE = ("early", "score", "run", "row", "shares", "held", "short", "value")
 Attend = Callable[["Cache"], Tensor]
 
 
@@ -291,7 +291,6 @@ def settings_to_try() -> dict[str, tuple[str, list[Any]]]:
     return {
         "score": ("SCORE", [Launch(*launch) for launch in scores]),
         "early": ("EARLY", [False, True]),
-        "together": ("TOGETHER", [1, 2]),
         "run": ("LONGEST_RUN", [8, 16, 32, 64, 128]),
         "row": ("ROW", [Launch(*launch) for launch in rows]),
         "shares": ("MOST_SHARES", [1, 2, 4, 8]),

@@ -68,7 +68,7 @@ PLAIN: dict[str, Any] = {
     "DOCUMENTS": False, "MASK_ALL": False, "PRECISION": "tf32", "MEAN": True, "GRAD": True, "MAP": True, "STATS": False,
     "M": 32, "N": 32, "PART": 32, "KEYS": 32, "CHUNK": 256, "BLOCK_D": 32, "BLOCK_DV": 32,
     "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 16, "PROBES": 4,
-    "TOGETHER": 2, "EARLY": True, "COLLECTED": True, "REFINE": False, "CAP": 64, "DEFER": True, "SHARES": 4,
+    "EARLY": True, "COLLECTED": True, "REFINE": False, "CAP": 64, "DEFER": True, "SHARES": 4,
     "GATHER": 16, "PARTS": 16, "STAGES": 3, "AVERAGE": False, "AFTER": True, "BEFORE": True, "KEEP": True,
     "ADD": True, "BLOCK": 256, "PLACES": False, "ABOVE_2": False,
 }  # fmt: skip
@@ -98,12 +98,11 @@ ROOTS: dict[str, dict[str, Any]] = {
 DECODING: dict[str, dict[str, Any]] = {
     "plain": {"M": 16, "CHUNK": 64},
     "options": {"M": 16, "CHUNK": 64, "SLOPES": True, "SCALES": True, "LENGTHS": True, "STARTS": True, "STATS": True},
-    "pages": {"M": 16, "CHUNK": 64, "TOGETHER": 1, "LENGTHS": True, "PAGED": True, "NORMS": True, "SLOPES": True},
-    "boxes": {"M": 16, "CHUNK": 64, "TOGETHER": 1, "NORMS": True, "BOXES": True, "SLOPES": True},
+    "pages": {"M": 16, "CHUNK": 64, "LENGTHS": True, "PAGED": True, "NORMS": True, "SLOPES": True},
+    "boxes": {"M": 16, "CHUNK": 64, "NORMS": True, "BOXES": True, "SLOPES": True},
     "boxes_of_pages": {
         "M": 16,
         "CHUNK": 64,
-        "TOGETHER": 1,
         "NORMS": True,
         "BOXES": True,
         "LENGTHS": True,

@@ -29,14 +29,11 @@ ALL_THIRD = {"SHORT": 0, "MOST_SURVIVORS": 0}
 LITTLE_HELD = {"MOST_HELD": 2, "PAGES_HELD": 2}
 SHARED = {"ROW": decode_ops.Launch(8, 8, 4), "GATHERED": 1 << 10}
 SEVERAL_RUNS = {"LONGEST_RUN": 2}
-TWO_TOGETHER = {"TOGETHER": 2}
 SETTINGS: dict[str, dict[str, Any]] = {
     "third_stage": THIRD_STAGE,
     "all_third": ALL_THIRD,
     "little_held": LITTLE_HELD,
     "shared": SHARED,
-    "two_together": TWO_TOGETHER,
-    "two_together_in_odd_runs": TWO_TOGETHER | {"LONGEST_RUN": 3},
     "third_stage_little_held_shared": THIRD_STAGE | LITTLE_HELD | SEVERAL_RUNS | SHARED,
 }
 

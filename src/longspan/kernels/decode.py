@@ -103,15 +103,12 @@ def nearness(pages, positions, slope):
 @triton.jit
 def scored(q, K, Table, batch, kv_head, page, k_b, k_h, k_t, k_d, positions, scale, slope, start, end, D,
             SLOPES: tl.constexpr, STARTS: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
-            BLOCK_D: tl.constexpr, KEYS: tl.constexpr = 64):  # fmt: skip
-    """The scores of every row with a page, -inf where a key is hidden; `scale` and `slope` are per row.
-
-    KEYS: of more than one page, which must follow each other.
-    """
+            BLOCK_D: tl.constexpr):  # fmt: skip
+    """The scores of every row with a page, -inf where a key is hidden; `scale` and `slope` are per row."""
     base = page_base(K, Table, batch, kv_head, page, k_b, k_h, k_t, PAGED)
-    k = load_tile(base, 0, k_t, k_d, end - page * 64, D, KEYS, BLOCK_D)
+    k = load_tile(base, 0, k_t, k_d, end - page * 64, D, 64, BLOCK_D)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    keys = page * 64 + tl.arange(0, KEYS)
+    keys = page * 64 + tl.arange(0, 64)
     z = scores_of(product, keys[None, :], positions[:, None], scale[:, None], slope[:, None], None, None, None,
                   True, SLOPES, False)  # fmt: skip
     if STARTS:
@@ -200,8 +197,7 @@ def score_kernel(Q, K, Scores, Tops, Pages, Arrivals, Slopes, Scales, Lengths, S
                  HK, GROUP, TQ, TK, ROWS, D, NP, NB, SPLITS,
                  SLOPES: tl.constexpr, SCALES: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr,
                  PAGED: tl.constexpr, NORMS: tl.constexpr, BOXES: tl.constexpr, PRECISION: tl.constexpr,
-                 TOGETHER: tl.constexpr, EARLY: tl.constexpr,
-                 M: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                 EARLY: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Of a run of pages the highest score of every row and page, and the scores that can be survivors'.
 
     Programs of all key heads are in turn, so that those of windows, which end at once, leave their places to others;
@@ -260,17 +256,15 @@ def score_kernel(Q, K, Scores, Tops, Pages, Arrivals, Slopes, Scales, Lengths, S
     # not less where the maximum is so large that the hair is lost.
     highest, reach = floor, reach * 1.001
     Scores += line[:, None] * NP * 64
-    for index in range(0, count, TOGETHER):
+    for index in range(0, count):
         page = begin + index
         if BOXES:
             page = tl.load(Pages + index)
         z = scored(q, K, Table, batch, kv_head, page, k_b, k_h, k_t, k_d, positions, row_scale, slope,
-                    start, end, D, SLOPES, STARTS, PAGED, PRECISION, BLOCK_D, TOGETHER * 64)  # fmt: skip
-        tops = tl.max(tl.reshape(z, [M, TOGETHER, 64]), 2)
-        top = tl.max(tops, 1)
+                    start, end, D, SLOPES, STARTS, PAGED, PRECISION, BLOCK_D)  # fmt: skip
+        top = tl.max(z, 1)
         highest = tl.maximum(highest, top)
-        keys, pages = page * 64 + tl.arange(0, TOGETHER * 64), page + tl.arange(0, TOGETHER)
-        own = (keys < stop * 64)[None, :] if TOGETHER > 1 else True
-        tl.store(Scores + keys[None, :], z, mask=(valid & (top >= highest - reach))[:, None] & own)
-        tl.store(Tops + pages[None, :], tops, mask=valid[:, None] & (pages < stop)[None, :])
+        keys = page * 64 + tl.arange(0, 64)
+        tl.store(Scores + keys[None, :], z, mask=(valid & (top >= highest - reach))[:, None])
+        tl.store(Tops + page, top[:, None], mask=valid[:, None])
     ending(EARLY)

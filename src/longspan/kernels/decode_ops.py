@@ -34,7 +34,6 @@ class Launch(NamedTuple):
 SCORE = Launch(4, 4, 3)
 LONGEST_RUN = 64  # pages
 EARLY = False  # whether the programs of a stage may take their places while the last of the one before still run
-TOGETHER = 1  # pages of a tile of scores; 2, where pages follow each other, for half as many meetings of threads
 ROW = Launch(1, 8, 4)
 MOST_SHARES = 8  # programs of one row
 PAGES_HELD = 32  # whose scores a program of a row holds
@@ -224,12 +223,11 @@ def _score(
     # The compiler shares the stages out among loads whose place hangs on another load: the list's, the table's.
     stages = SCORE.stages * (1 + (low is not None) + (table is not None))
     splits = score_splits(shape, q.device)
-    scattered = low is not None or table is not None
     score_kernel[(shape.pairs, splits, shape.blocks)](
         q, k, step.scores, step.made.tops, step.lists, step.arrivals, slopes, scales, step.lengths, step.starts, table,
         norms, bounds, floors, unit, scale, step.reach, *q.stride(), *k.stride(), *norm_strides, step.table_stride,
         *sizes, blocks, splits, NORMS=norms is not None, BOXES=low is not None, CHUNK=64,
-        TOGETHER=1 if scattered else TOGETHER, EARLY=EARLY, num_warps=SCORE.warps, num_stages=stages, **options,
+        EARLY=EARLY, num_warps=SCORE.warps, num_stages=stages, **options,
     )  # fmt: skip
 
 
