@@ -221,7 +221,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Forward and backward time against length, a panel for each head width and workload."""
+    """Forward and backward time of what was timed at several lengths, a panel for each head width and workload."""
     import matplotlib.pyplot as plt
 
     dims, kinds = sorted({row["dim"] for row in rows}), [kind for kind in KINDS if any(r["kind"] == kind for r in rows)]
@@ -234,7 +234,7 @@ def draw(rows: list[Row], path: Path) -> None:
                 points = {
                     r["length"]: r["both_ms"] for r in rows if (r["dim"], r["kind"], r["name"]) == (dim, kind, name)
                 }
-                if points:
+                if len(points) > 1:
                     axis.loglog(*zip(*sorted(points.items()), strict=True), "o-", color=f"C{number}", label=name)
             axis.set_title(f"{kind}, heads of {dim}", fontsize=10)
             axis.set_xlabel("length")
