@@ -65,7 +65,7 @@ def test_our_lines_stand_beside_the_papers(text: str) -> None:
 
 def test_the_rates_that_were_not_chosen_are_listed_apart(text: str) -> None:
     copy = block(text, "`copy`")
-    numbers, _, others = copy.partition("Rates that were not chosen")
+    numbers, _, others = copy.partition("Rates and settings that were not chosen")
     assert "77.7" not in numbers
     assert "77.7" in others
     assert "validation at 512: 40.0 against 39.0" in numbers

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[dict[str, dict[int, float]], str, str]] = {
     "too-long-to-count": ({"low": {1024: 100.0, 512: 1.0}, "own": {1024: 0.0, 512: 2.0}}, "own", "at 512: 2.0"),
     "level-everywhere": ({"low": {512: 0.0}, "high": {512: 0.0}, "own": {512: 0.0}}, "own", "level with another"),
     "level-without-own": ({"high": {512: 7.0}, "low": {512: 7.0}}, "low", "level with another"),
-    "alone": ({"high": {512: 7.0}}, "high", "the only rate tried"),
+    "alone": ({"high": {512: 7.0}}, "high", "the only one tried"),
 }
 
 
@@ -122,6 +122,18 @@ def test_recipes_and_other_edits_are_cells_of_their_own() -> None:
         CellKey("copy", "nape", "softmax", "paper"),
         CellKey("copy", "rope", "softmax", "longspan"),
     ]
+
+
+def test_settings_of_our_recipe_compete_as_rates_do() -> None:
+    setting = "model.attention.qk_noise=0.5"
+    choice = one(validated(OWN, {512: 1.0}) + validated(f"{BASE}+{setting}", {512: 2.0}))
+    assert choice.cell.family == "longspan"
+    assert choice.chosen.recipe == f"{BASE}+{setting}"
+    assert "qk_noise=0.5" in choice.chosen.rates
+    assert choice.reason == "validation at 512: 2.0 against 1.0"
+    assert [each.own for each in choice.others] == [True]
+    changed = validated(f"paper/copy/nape/softmax+{setting}", {512: 1.0})
+    assert one(changed).cell.family == f"paper+{setting}"
 
 
 def test_rows_of_an_earlier_form_of_a_recipe_are_set_aside() -> None:

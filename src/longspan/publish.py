@@ -24,8 +24,8 @@ _INTRODUCTION = """\
 Made by `longspan report {folder}` from the rows beside this page; edit the rows or the command, not the page.
 
 One row is one run at one length, with its commit, command and device; a row with `event: run` says how a run went, also
-one that failed. Every number below comes from `longspan table NAME --rows {folder} --chosen` too (or, of the rates that
-were not chosen, without `--chosen`), and `longspan table NAME --rows {folder} --chosen --csv` has the intervals.
+one that failed. Every number below comes from `longspan table NAME --rows {folder} --chosen` too (or, of what was
+not chosen, without `--chosen`), and `longspan table NAME --rows {folder} --chosen --csv` has the intervals.
 
 - **Cells** are percent: mean over seeds ± standard deviation (best seed); one seed has its number alone. *published*
   are the paper's own numbers. The recipe *paper* is the paper's way of training, run by us; *longspan* is ours. They
@@ -34,7 +34,7 @@ were not chosen, without `--chosen`), and `longspan table NAME --rows {folder} -
 - **Intervals** are 95 % and come from the number of samples (Wilson), not from the seeds.
 - **GPU minutes** are those of training one run; where several shared a GPU, its share.
 
-## How the learning rate is chosen
+## How rates and settings are chosen
 
 {rule}
 """
@@ -128,7 +128,7 @@ def _block(table: PaperTable, rows: Sequence[Row], choices: Sequence[Choice]) ->
     parts.append(_details("How each line was made, and by which command", _made(ours, made, table, rows)))
     others = [choice for choice in mine if choice.others and choice in made.values()]
     if others and not table.name.startswith("main/"):
-        parts.append(_details("Rates that were not chosen", _others(others)))
+        parts.append(_details("Rates and settings that were not chosen", _others(others)))
     return "\n".join(parts)
 
 

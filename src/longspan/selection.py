@@ -1,7 +1,8 @@
-"""Which learning rate a table reports: chosen for each cell by validation rows alone, never by test rows.
+"""Which learning rate and settings a table reports: chosen for each cell by validation rows, never by test rows.
 
 A cell is a task, a position, a method and a family of recipes (`paper`, `longspan`, or one of them with other fields
-changed). Its candidates are the rates it was trained at. RULE is what the choice goes by, in words.
+changed). Its candidates are the rates, and in our recipe the settings of attention, that it was trained with. RULE is
+what the choice goes by, in words.
 """
 
 from collections import defaultdict
@@ -15,13 +16,14 @@ from longspan.paper.tables import get_table
 from longspan.results import Row
 
 RULE = (
-    "For each task, position, method and recipe the learning rate is chosen by validation samples, which share no seed "
-    "with test samples, at lengths up to 8 times the training length: the rate whose mean over seeds at 8 times is the "
-    "highest; rates that are level there are compared at 4 times, then 2, then 1, and if they are level everywhere "
-    "(0 at every length, for instance) by their accuracy by token, averaged over these lengths. If even that is level, "
-    "the recipe's own rate is taken, then the lowest. Only seeds that every rate was run with are compared, so that "
-    "further seeds of the chosen rate cannot change the choice; a run that diverged or failed counts as 0. "
-    "Neither test samples nor longer lengths play a part."
+    "For each task, position, method and recipe the learning rate, and in our recipe the norms and the noise on "
+    "queries and keys and the slopes, are chosen by validation samples, which share no seed with test samples, at"
+    " lengths up to 8 times the training length: the one whose mean over seeds at 8 times is the highest; those "
+    "that are level there are compared at 4 times, then 2, then 1, and if they are level everywhere (0 at every "
+    "length, for instance) by their accuracy by token, averaged over these lengths. If even that is level, the "
+    "recipe's own is taken, then the lowest rate. Only seeds that all were run with are compared, so that further"
+    " seeds of the chosen one cannot change the choice; a run that diverged or failed counts as 0. Neither test "
+    "samples nor longer lengths play a part."
 )
 _ENDED_BADLY = ("diverged", "failed")
 
@@ -35,7 +37,7 @@ class CellKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A cell at one learning rate: its rows, on runs and of measurements."""
+    """A cell at one learning rate and with one choice of settings: its rows, on runs and of measurements."""
 
     recipe: str  # its name, with edits
     rates: str
@@ -43,9 +45,9 @@ class Candidate:
 
     @property
     def own(self) -> bool:
-        """Whether the rate is the recipe's own."""
+        """Whether rate and settings are the recipe's own."""
         name = parse_name(self.recipe)
-        return name is None or not name.rates
+        return name is None or not (name.rates or name.settings)
 
     @property
     def runs(self) -> list[Row]:
@@ -123,7 +125,7 @@ def cell_of(row: Row) -> CellKey | None:
 
 
 def chosen_rows(choices: Iterable[Choice]) -> list[Row]:
-    """The rows that tables report, under their family's name: the rate is part of the choice, not of the name."""
+    """The rows that tables report, under their family's name: what was chosen is no part of it."""
     rows = []
     for choice in choices:
         for row in choice.chosen.rows:
@@ -136,9 +138,9 @@ def chosen_rows(choices: Iterable[Choice]) -> list[Row]:
 
 
 def _choice(cell: CellKey, found: dict[tuple[str, str], list[Row]]) -> Choice:
-    """Of two forms of a recipe at one rate the later counts; then the rates compete."""
+    """Of two forms of a recipe at one rate and setting the later counts; then these compete."""
     by_time = sorted(found, key=lambda key: found[key][-1].get("time", ""))
-    newest = dict(by_time)  # the last variant of each rate
+    newest = dict(by_time)  # the last variant of each
     candidates: list[Candidate] = []
     superseded: list[Candidate] = []
     for (rates, variant), rows in found.items():
@@ -153,7 +155,7 @@ def _choice(cell: CellKey, found: dict[tuple[str, str], list[Row]]) -> Choice:
 def _best(candidates: Sequence[Candidate]) -> tuple[Candidate, str]:
     """The first candidate that no other beats, and why."""
     if len(candidates) == 1:
-        return candidates[0], "the only rate tried"
+        return candidates[0], "the only one tried"
     judged = [each for each in candidates if each.judged()]
     if not judged:
         return candidates[0], "no validation rows: not chosen, the recipe's own or the lowest"
@@ -166,23 +168,24 @@ def _best(candidates: Sequence[Candidate]) -> tuple[Candidate, str]:
 
 
 def _reason(best: tuple[float, ...], rivals: Sequence[tuple[float, ...]], lengths: Sequence[int], left_out: int) -> str:
-    """Where the chosen rate parted from the best of the others."""
+    """Where the chosen one parted from the best of the others."""
     without = f"; {left_out} without validation rows" if left_out else ""
     if not rivals:
-        return f"the only rate with validation rows{without}"
+        return f"the only one with validation rows{without}"
     rival = max(rivals)
     labels = [*(f"at {length}" for length in lengths), "by token"]
     for label, ours, theirs in zip(labels, best, rival, strict=True):
         if ours != theirs:
             return f"validation {label}: {ours:.1f} against {theirs:.1f}{without}"
-    return f"level with another rate everywhere: the recipe's own, or the lowest{without}"
+    return f"level with another everywhere: the recipe's own, or the lowest{without}"
 
 
 def _rates(row: Row) -> str:
-    if "rates" in row:
-        return str(row["rates"])
+    """Rates, and settings that are not the recipe's own, in words."""
     name = parse_name(row["recipe"])
-    return ", ".join(name.rates) if name and name.rates else "the recipe's"
+    assert name is not None
+    rates = row.get("rates") or ", ".join(name.rates) or "the recipe's"
+    return ", ".join([str(rates), *(edit.removeprefix("model.attention.") for edit in name.settings)])
 
 
 def _numbers(text: str) -> list[float]:

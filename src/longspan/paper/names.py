@@ -8,6 +8,11 @@ if TYPE_CHECKING:
     from longspan.train.config import RunConfig
 
 RATES = ("optimizer.learning_rate", "optimizer.muon_learning_rate")  # what a grid is over
+# And what any method may have of our recipe: norms and noise on queries and keys, other slopes.
+SETTINGS = tuple(
+    f"model.attention.{field}"
+    for field in ("qk_norm", "qk_gain", "qk_noise", "qk_noise_on", "qk_noise_layers", "slopes", "slope_factor")
+)
 _WATCHING = ("name", "log_every", "save_every", "validate_", "test_")  # fields that change nothing about the training
 _EDIT = re.compile(r"\+(?=[a-z_]+(?:\.[a-z_]+)*=)")  # not the plus of 1e+3
 
@@ -33,9 +38,15 @@ class RecipeName(NamedTuple):
         return tuple(edit for edit in self.edits if field_of(edit) in RATES)
 
     @property
+    def settings(self) -> tuple[str, ...]:
+        """The edits of settings that are chosen like rates; the paper's recipe has none, what is changed is another."""
+        return tuple(edit for edit in self.edits if self.author == "longspan" and field_of(edit) in SETTINGS)
+
+    @property
     def family(self) -> str:
-        """Author, size and what else was changed about the training: what a choice of the rate is made within."""
-        others = [edit for edit in self.edits if edit not in self.rates and not field_of(edit).startswith(_WATCHING)]
+        """Author, size and what else was changed about the training: what a choice is made within."""
+        chosen = self.rates + self.settings
+        others = [edit for edit in self.edits if edit not in chosen and not field_of(edit).startswith(_WATCHING)]
         return "+".join(["/".join(filter(None, (self.author, self.size))), *others])
 
     def __str__(self) -> str:
