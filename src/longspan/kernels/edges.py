@@ -22,9 +22,9 @@ from longspan.kernels.tiles import (
     block_of_queries,
     ids_of,
     keys_of,
+    listed_scores,
     live_tiles_of,
     load_tile,
-    row_scores,
     surveyed,
 )
 
@@ -102,13 +102,8 @@ def _sums(q, K, k_t, k_d, begin, count, List, positions, own, edge, weight, heig
           N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Sums over the tiles `begin` to `count` of the list for this edge, and the next scores below and above it."""
     for index in range(begin * (N // PART), count * (N // PART)):
-        tile = tl.load(List + index // (N // PART)).to(tl.int32)
-        first = tile * N + index % (N // PART) * PART
-        k = load_tile(K, first, k_t, k_d, TK, D, PART, BLOCK_D, WHOLE=not MASKED)
-        product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        keys = first + tl.arange(0, PART)
-        z = row_scores(product, keys, positions, own, a * scale, a * slope, end, Documents, TK,
-                       CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+        z = listed_scores(q, K, k_t, k_d, index, List, positions, own, a * scale, a * slope, end, Documents, TK, D,
+                          CAUSAL, SLOPES, DOCUMENTS, PRECISION, MASKED, N, PART, BLOCK_D)  # fmt: skip
         survivors = tl.where(z >= edge[:, None], z, float("-inf"))
         p, gain = weights_from_edge(survivors, edge[:, None], weight[:, None], height[:, None], 0.0, r, KIND)
         mass += tl.sum(p, 1)

@@ -205,6 +205,19 @@ def row_scores(product, keys, positions, own, scale, slope, end, Documents, TK,
 
 
 @triton.jit
+def listed_scores(q, K, k_t, k_d, index, List, positions, own, scale, slope, end, Documents, TK, D,
+                  CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+                  MASKED: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """`row_scores` of the queries `q` with one part of the tiles on their list."""
+    tile = tl.load(List + index // (N // PART)).to(tl.int32)
+    first = tile * N + index % (N // PART) * PART
+    k = load_tile(K, first, k_t, k_d, TK, D, PART, BLOCK_D, WHOLE=not MASKED)
+    product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    return row_scores(product, first + tl.arange(0, PART), positions, own, scale, slope, end, Documents, TK,
+                      CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
+
+
+@triton.jit
 def key_tiles(first_position, last_position, end, Ranges, TK,
               M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
               MASK_ALL: tl.constexpr):  # fmt: skip
