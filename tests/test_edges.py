@@ -83,18 +83,13 @@ def assert_as_good_as_dense(call: dict[str, Any]) -> None:
         assert error <= tolerance, f"{key}: {error:.3g} > {tolerance:.3g}, size {value.abs().max():.3g}"
 
 
-def beyond_float32(name: str, alpha: float) -> bool:
-    """Whether gradients leave its range."""
-    return alpha == 64 and name in ("ties", "equal_maxima", "steps", "peaks")
-
-
 IN_FLOAT32 = [
-    *((name, alpha) for name in ("noise", "flat", "flatter", "peaks") for alpha in (2.1, *ALPHAS)),
-    *((name, alpha) for name in CONTENTS for alpha in (3.0, 8.0, 64.0)),
+    *((name, alpha) for name in ("noise", "flat") for alpha in (2.1, *ALPHAS)),
+    *((name, alpha) for name in CONTENTS for alpha in (3.0, 8.0)),
 ]
 
 
-@pytest.mark.parametrize(("name", "alpha"), [case for case in dict.fromkeys(IN_FLOAT32) if not beyond_float32(*case)])
+@pytest.mark.parametrize(("name", "alpha"), list(dict.fromkeys(IN_FLOAT32)))
 def test_float32_is_as_good_as_dense_float32(
     name: str, alpha: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,12 +113,12 @@ def test_half_precision_is_as_good_as_dense_half_precision(name: str, alpha: flo
 
 
 OPTIONS = {
-    "grouped_heads": Problem(batch=2, heads=4, kv_heads=2, query_time=40, key_time=70),
-    "slopes": square(130, heads=3, slopes=(1e-4, 0.0, -1e-5)),
+    "grouped_heads": Problem(heads=4, kv_heads=2, query_time=40, key_time=70),
+    "slopes": square(90, heads=3, slopes=(1e-4, 0.0, -1e-5)),
     "slopes_and_the_future": square(70, heads=2, slopes=(1e-4, -1e-5), causal=False),
     "documents": square(130, documents="contiguous"),
     "interleaved_documents": square(130, documents="interleaved"),
-    "lengths": square(130, batch=3, lengths=(130, 0, 77)),
+    "lengths": square(90, batch=3, lengths=(90, 0, 57)),
     "lengths_and_documents": square(130, batch=2, lengths=(130, 77), documents="contiguous", causal=False),
     "more_queries": Problem(query_time=130, key_time=70),
     "negative_scale": square(70, scale=-0.5),
@@ -131,13 +126,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("alpha", [8.0])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_with_many_candidates(
-    name: str, alpha: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_option_with_many_candidates(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     spy = Spy(monkeypatch)
-    assert_as_good_as_dense(made(replace(OPTIONS[name], alpha=alpha, content=flat(1e-3)), torch.float32, device))
+    assert_as_good_as_dense(made(replace(OPTIONS[name], alpha=8.0, content=flat(1e-3)), torch.float32, device))
     assert spy.found.over.any()
 
 

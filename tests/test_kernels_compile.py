@@ -26,5 +26,5 @@ def test_every_kernel_compiles_for_a_hopper_gpu(tmp_path: Path) -> None:
 
 def test_no_kernel_for_long_rows_spills_more_than_600_bytes(tmp_path: Path) -> None:
     lines = told_by("count_spills.py", tmp_path).splitlines()
-    assert len(lines) == 39
+    assert len(lines) == 26
     assert not [line for line in lines if int(line.split()[0]) > 600]
