@@ -20,6 +20,7 @@ from longspan.kernels.ops import Launch, blocks_of
 MASKS: dict[str, dict[str, Any]] = {
     "plain": {},
     "documents": {"SLOPES": True, "DOCUMENTS": True},
+    "lengths": {"LENGTHS": True, "MASK_ALL": True},
 }
 
 

@@ -99,6 +99,11 @@ def test_float32_is_as_good_as_dense_float32(
         assert spy.found.over.any()
 
 
+@pytest.mark.xfail(reason="gains of 1e28: off by 4e22, dense float32 by 4e17", strict=False)
+def test_ties_at_a_high_alpha(device: torch.device) -> None:
+    assert_as_good_as_dense(made(square(100, alpha=16.0, content=CONTENTS["ties"]), torch.float32, device))
+
+
 IN_HALF = [
     *(("flat", alpha) for alpha in ALPHAS),
     *((name, alpha) for name in ("noise", "scores_near_-1000", "one_score_of_10000") for alpha in (5.0, 16.0)),

@@ -24,7 +24,10 @@ def test_every_kernel_compiles_for_a_hopper_gpu(tmp_path: Path) -> None:
     assert "short_backward" in told_by("compile_kernels.py", tmp_path)
 
 
-def test_no_kernel_for_long_rows_spills_more_than_600_bytes(tmp_path: Path) -> None:
+def test_no_kernel_for_long_rows_spills_more_than_400_bytes(tmp_path: Path) -> None:
     lines = told_by("count_spills.py", tmp_path).splitlines()
-    assert len(lines) == 26
-    assert not [line for line in lines if int(line.split()[0]) > 600]
+    assert len(lines) == 39
+    spilling = {tuple(line.split()[1:4]): int(line.split()[0]) for line in lines if int(line.split()[0]) > 400}
+    # Two programs a processor were faster without documents, and with them nothing was timed.
+    assert set(spilling) <= {("survey", "128", "documents"), ("key", "128", "documents")}
+    assert max(spilling.values(), default=0) <= 600
