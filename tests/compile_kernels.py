@@ -110,7 +110,8 @@ DECODING: dict[str, dict[str, Any]] = {
     },
     "softmax": {"M": 64, "CHUNK": 64, "KIND": 0},
     "any_alpha": {"M": 16, "CHUNK": 64, "KIND": -1},
-    "above_2": {"M": 16, "CHUNK": 64, "KIND": 1, "CONVEX": False},
+    "alpha_3": {"M": 16, "CHUNK": 64, "KIND": 1, "CONVEX": False},
+    "above_2": {"M": 16, "CHUNK": 64, "KIND": -3, "CONVEX": False, "STATS": True},
     "short": {"M": 16, "CHUNK": 64, "DEFER": False, "STATS": True},
     "short_softmax": {"M": 16, "CHUNK": 64, "DEFER": False, "KIND": 0, "SHARES": 1},
 }

@@ -62,9 +62,11 @@ STEPS: dict[str, Step] = {
     "sparsemax": Step(alpha=2.0, room=300, content=uneven),
     "alpha_1.3": Step(alpha=1.3, room=300),
     "alpha_2.5": Step(alpha=2.5, room=200, logits=0.3),
+    "alpha_8": Step(alpha=8.0, room=200, heads=4, content=uneven, logits=0.01),
+    "ties_of_alpha_64": Step(alpha=64.0, room=200, content=ties),
     "wide_values": Step(dim=32, value_dim=200, room=200, content=uneven),
 }
-EVERYWHERE = ("noise", "uneven_heads", "lengths", "starts", "queries", "pages", "softmax")
+EVERYWHERE = ("noise", "uneven_heads", "lengths", "starts", "queries", "pages", "softmax", "alpha_8")
 
 
 def cells() -> list[Any]:
@@ -103,7 +105,7 @@ def test_half_precision_takes_the_third_stage_too(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("settings", list(SETTINGS), indirect=True)
-@pytest.mark.parametrize("alpha", [1.0, 1.5])
+@pytest.mark.parametrize("alpha", [1.0, 1.5, 4.0])
 @pytest.mark.usefixtures("settings")
 def test_stats_are_the_same_on_every_way(alpha: float, device: torch.device) -> None:
     call = made(replace(STEPS["uneven_heads"], alpha=alpha), torch.float32, device)
@@ -183,7 +185,7 @@ def test_shares_change_no_more_than_the_order_of_sums(
 
 
 @pytest.mark.parametrize("setting", [THIRD_STAGE | {"MOST_SURVIVORS": 3}, LITTLE_HELD], ids=["third_stage", "rows"])
-@pytest.mark.parametrize("alpha", [1.0, 1.5, 2.5])
+@pytest.mark.parametrize("alpha", [1.0, 1.5, 8.0])
 def test_scores_that_no_survivor_has_are_never_asked_for(
     alpha: float, setting: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from longspan.functional.entmax import HAS_TRITON, entmax, threshold
 from longspan.functional.reference import dense_attention, dense_scores
 from longspan.functional.scores import Rules, tracked
 from longspan.functional.threshold import Alpha, alpha_of_kernels, alpha_range
-from longspan.kernels.pages import HIGHEST_ALPHA, MANY_KEYS, MOST_QUERIES
+from longspan.kernels.pages import MANY_KEYS, MOST_QUERIES
 
 IMPLEMENTATIONS = ("reference", "chunked", "triton")
 
@@ -126,7 +126,7 @@ def _by_kernels(
     short = on_chip(q, k, v) and alpha <= 2 and not return_stats
     if not short:
         q, scales = scaled_queries(q, scales), None
-    if alpha <= HIGHEST_ALPHA and _is_decoding(q, k, v, rules):
+    if _is_decoding(q, k, v, rules):
         from longspan.functional.decode import decode
 
         own = {"slopes": rules.slopes, "scale": rules.scale, "scales": scales}

@@ -11,7 +11,7 @@ from longspan.functional.attention import AttentionStats
 from longspan.functional.entmax import HAS_TRITON, entmax, threshold
 from longspan.functional.scores import grouped_product
 from longspan.functional.threshold import alpha_of_kernels, alpha_range
-from longspan.kernels.pages import HIGHEST_ALPHA, MOST_QUERIES, PAGE
+from longspan.kernels.pages import MOST_QUERIES, PAGE
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _MOST_PAIRS = (1 << 16) - 1  # of the second dim of a grid
@@ -145,7 +145,7 @@ def decode(
     alpha_range(alpha)
     if impl not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"impl must be 'auto' or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    reason = kernels_cannot(q, v, alpha)
+    reason = kernels_cannot(q, v)
     if impl == "triton" and reason:
         raise ValueError(f"impl='triton' cannot serve this call: {reason}")
     if reason is None and (impl == "triton" or (impl == "auto" and q.is_cuda)):
@@ -166,7 +166,7 @@ def _pages_in_use(table: Tensor, lengths: Tensor, starts: Tensor | None) -> Tens
     return torch.where(used, table, 0).long()
 
 
-def kernels_cannot(q: Tensor, v: Tensor, alpha: float) -> str | None:
+def kernels_cannot(q: Tensor, v: Tensor) -> str | None:
     """Why ``impl="triton"`` does not serve a call; None if it does."""
     if not (q.is_cuda or _INTERPRETED):
         return "it needs a GPU"
@@ -174,8 +174,6 @@ def kernels_cannot(q: Tensor, v: Tensor, alpha: float) -> str | None:
         return "triton is not installed: pip install 'longspan[gpu]'"
     if q.dtype == torch.float64:
         return "it does not compute in float64"
-    if alpha > HIGHEST_ALPHA:
-        return f"it takes an alpha of at most {HIGHEST_ALPHA}, got {alpha:g}"
     if max(q.shape[3], v.shape[3]) > 256:
         return f"it takes heads of at most 256 dims, got {max(q.shape[3], v.shape[3])}"
     if q.shape[2] > MOST_QUERIES:
@@ -242,6 +240,7 @@ def _by_kernels(
     return_stats: bool,
 ) -> Tensor | tuple[Tensor, AttentionStats]:
     from longspan.kernels.decode_ops import Decoded, decode_attention
+    from longspan.kernels.solver import tau_and_largest
 
     slopes, scale, scales, lengths, starts, table, summary = where
     alpha = alpha_of_kernels(alpha)
@@ -255,15 +254,20 @@ def _by_kernels(
     maximum, height, support, entropy = (
         rows.view(q.shape[:3]) for rows in (made.maximum, made.height, made.support, made.entropy)
     )
-    tau, largest = (maximum - height, height ** (1 / (alpha - 1))) if alpha > 1 else (height * 0 - 1, height)
-    tau = torch.where(support > 0, tau, torch.inf)
     # Pages beyond the keys have no highest score, and those of other sequences' room hold anything.
     end = torch.full(q.shape[:1], k.shape[2], device=q.device) if lengths is None else lengths
     start = torch.zeros_like(end) if starts is None else starts
     page = torch.arange(made.tops.shape[-1], device=q.device)
     there = (page >= start[:, None] // PAGE) & (page * PAGE < end[:, None])  # (B, pages)
-    tops = made.tops.view(*q.shape[:3], -1)
-    alive = (there[:, None, None] & (tops > tau[..., None])).sum((2, 3))
+    tops = made.tops.view(*q.shape[:3], -1).masked_fill(~there[:, None, None], -torch.inf)
+    if alpha == 1:
+        tau, largest, alive = torch.full_like(height, -1.0), height, tops > -torch.inf
+    else:
+        tau, largest = tau_and_largest(alpha, maximum, height, tops.amax(-1))
+        # A smallest survivor may be nearer to the threshold than float32 can tell.
+        alive = tops >= maximum[..., None] if alpha > 2 else tops > tau[..., None]
+    tau = torch.where(support > 0, tau, torch.inf)
+    alive = (alive & (support > 0)[..., None]).sum((2, 3))
     dead = 1 - alive / (q.shape[2] * there.sum(-1)).clamp_min(1)[:, None]
     return made.out, AttentionStats(tau, support.long(), entropy, largest, "triton", dead)
 

@@ -115,8 +115,8 @@ class Decoded(NamedTuple):
     """What decoding gives; all but `out` have the rows of a key head in one dim: its heads, then their queries."""
 
     out: Tensor  # (batch, heads, queries, dim)
-    maximum: Tensor  # (batch, kv_heads, rows), of a * score
-    height: Tensor  # of the threshold below it; softmax: the largest weight
+    maximum: Tensor  # (batch, kv_heads, rows), of a * score; above alpha 2 the smallest of a survivor
+    height: Tensor  # of the threshold below it; softmax: the largest weight; above alpha 2 the weight of that survivor
     support: Tensor
     entropy: Tensor
     tops: Tensor  # (batch, kv_heads, rows, pages), the highest a * score of every page, -inf for one that was not read
@@ -238,7 +238,7 @@ def _rows(step: _Step, v: Tensor, most: int, many: Tensor | None) -> None:
     row_kernel[(shape.lines, shares)](
         v, step.scores, made.tops, step.lists, step.lists.new_empty(shape.lines, most), *made[1:5],
         step.scores.new_empty(shape.lines, shares, width), step.arrivals, many, made.out,
-        step.lengths, step.starts, step.table, powers_of(alpha)[1], 1e-4 if alpha <= 2 else 2e-6, step.reach,
+        step.lengths, step.starts, step.table, *powers_of(alpha), 1e-4, step.reach,
         *v.stride(), step.table_stride, shape.kv_heads, step.time, shape.rows, width, shape.pages, most,
         KIND=step.kind, CONVEX=alpha <= 2, STATS=step.stats, DEFER=many is not None,
         SHARES=shares, CHUNK=min(MOST_HELD, max(64, triton.next_power_of_2(shape.pages))), AT_ONCE=PAGES_HELD,
@@ -254,7 +254,7 @@ def _values(step: _Step, v: Tensor, many: Tensor) -> None:
     value_kernel[(shape.pairs, splits, shape.blocks)](
         v, step.scores, made.tops, step.lists, *made[1:5], step.scores.new_empty(shape.lines, splits, width),
         step.scores.new_empty(shape.lines, splits, 3), step.arrivals, many, made.out,
-        step.lengths, step.starts, step.table, powers_of(step.alpha)[1], step.reach, *v.stride(), step.table_stride,
+        step.lengths, step.starts, step.table, *powers_of(step.alpha), step.reach, *v.stride(), step.table_stride,
         shape.kv_heads, step.time, shape.rows, width, shape.pages, splits,
         KIND=step.kind, PRECISION=_precision(v), STATS=step.stats, M=shape.tile, CHUNK=64,
         PARTS=triton.next_power_of_2(splits), BLOCK_DV=padded(width),

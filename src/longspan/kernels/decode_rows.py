@@ -6,6 +6,9 @@ Most rows have a few dozen survivors, which are one share: their output is writt
 
 What a row is solved from is held in registers: the highest score of each of its first CHUNK pages, and the scores of
 the first AT_ONCE pages that can hold a survivor. Only what exceeds that is read again in every round.
+
+Up to alpha 2 a row is known by its maximum and the height of its threshold below it, above by its edge, the smallest
+survivor, and the edge's weight, as in training: see `edges.py`.
 """
 
 import os
@@ -14,13 +17,18 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.decode import DECODE_SIZES, append, beginning, ending, pages_of
-from longspan.kernels.solver import curved_fall, gains, inside, joined_norm, secant_step, weights_and_gains
+from longspan.kernels.edges import below_all, next_trial, parts_at, trial_of, weights_of_row
+from longspan.kernels.solver import curved_fall, gains, inside, joined_norm, secant_step
 
 if os.environ.get("TRITON_INTERPRET") == "1":
 
     @triton.jit
     def _sums_of_three(x, y, z):
         return tl.sum(x, 0), tl.sum(y, 0), tl.sum(z, 0)
+
+    @triton.jit
+    def _joined(x, y, z, low, high):
+        return tl.sum(x, 0), tl.sum(y, 0), tl.sum(z, 0), tl.max(low, 0), tl.min(high, 0)
 
 else:
 
@@ -32,6 +40,15 @@ else:
     def _sums_of_three(x, y, z):
         """Three sums with one meeting of all threads; the interpreter would add element by element."""
         return tl.reduce((x, y, z), 0, _added)
+
+    @triton.jit
+    def _both(x, y, z, low, high, other_x, other_y, other_z, other_low, other_high):
+        return x + other_x, y + other_y, z + other_z, tl.maximum(low, other_low), tl.minimum(high, other_high)
+
+    @triton.jit
+    def _joined(x, y, z, low, high):
+        """Three sums, a maximum and a minimum, likewise."""
+        return tl.reduce((x, y, z, low, high), 0, _both)
 
 
 @triton.jit
@@ -67,7 +84,8 @@ def _norm_of_tops(held, Tops, first, stop, top, height, r, KIND: tl.constexpr, C
 
 
 @triton.jit
-def _least_height(held, Tops, first, stop, top, r, KIND: tl.constexpr, CONVEX: tl.constexpr, CHUNK: tl.constexpr):
+def _least_height(held, Tops, first, stop, top, a, r,
+                  KIND: tl.constexpr, CONVEX: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """A height that the row's does not exceed: that of its pages' highest scores alone, or a little more.
 
     The threshold of a part of a row never exceeds that of the whole. Newton's method comes from above, and ends where
@@ -89,8 +107,8 @@ def _least_height(held, Tops, first, stop, top, r, KIND: tl.constexpr, CONVEX: t
             norm, steepness = _norm_of_tops(held, Tops, first, stop, top, height, r, KIND, CHUNK)
             height, low, low_norm, high, high_norm = secant_step(norm, height, low, low_norm, high, high_norm)
         height = high
-    # A hair more, so that rounding kills no survivor.
-    return tl.minimum(height * 1.00001, 1.0)
+    # A hair more, so that rounding kills no survivor: an error of a sum of powers 1/a is one of a times that in height.
+    return tl.minimum(height * (1.0 + 1e-5 * tl.maximum(a, 1.0)), 1.0)
 
 
 @triton.jit
@@ -104,11 +122,10 @@ def _scores(Scores, Pages, index, count, AT_ONCE: tl.constexpr):
 
 
 @triton.jit
-def _solved(held, Scores, Pages, count, top, height, r, tolerance,
-            KIND: tl.constexpr, CONVEX: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
-    """The height of a row's threshold, from one above it."""
+def _solved(held, Scores, Pages, count, top, height, r, tolerance, KIND: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The height of a row's threshold, from one above it; alpha <= 2."""
     nothing = top * 0.0
-    low, low_norm, high, high_norm = nothing, nothing, height, nothing
+    low, high = nothing, height
     going = count > 0
     rounds = tl.zeros([], tl.int32)
     while going:
@@ -122,25 +139,46 @@ def _solved(held, Scores, Pages, count, top, height, r, tolerance,
         norm, steepness = joined_norm(nothing, nothing, mass, gain_mass, r, KIND)
         rounds += 1
         going = (tl.abs(norm - 1.0) > tolerance) & (rounds < 40)
-        if CONVEX:
-            above = norm >= 1.0
-            low, high = tl.where(above, low, height), tl.where(above, height, high)
-            fall = curved_fall(mass, gain_mass, support, 1.0) if KIND == 4 else (norm - 1.0) / steepness
-            height = inside(height - fall, low, high)
-        else:
-            between, low, low_norm, high, high_norm = secant_step(norm, height, low, low_norm, high, high_norm)
-            height = tl.where(going, between, height)
+        above = norm >= 1.0
+        low, high = tl.where(above, low, height), tl.where(above, height, high)
+        fall = curved_fall(mass, gain_mass, support, 1.0) if KIND == 4 else (norm - 1.0) / steepness
+        height = inside(height - fall, low, high)
     return height
 
 
 @triton.jit
-def _kept(z, keys, Keys, count, top, height, r, split, MOST,
+def _edge(held, Scores, Pages, count, top, height, a, r, KIND: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The smallest survivor of a row and its weight, alpha > 2, from a height that the row's does not exceed."""
+    edge = below_all(top, height)
+    lowest, highest = edge, top
+    weight = top * 0.0 + 1.0
+    going = count > 0
+    rounds = tl.zeros([], tl.int32)
+    while going:
+        p, u = trial_of(weight, lowest, highest, a)
+        mass, others, ties, below, above = _joined(*parts_at(held, edge, p, u, r, KIND))
+        for index in range(AT_ONCE, count, AT_ONCE):
+            z, _keys = _scores(Scores, Pages, index, count, AT_ONCE)
+            more_mass, more_others, more_ties, lower, higher = _joined(*parts_at(z, edge, p, u, r, KIND))
+            mass += more_mass
+            others += more_others
+            ties += more_ties
+            below, above = tl.maximum(below, lower), tl.minimum(above, higher)
+        edge, weight, lowest, highest, unsolved = next_trial(
+            weight, lowest, highest, mass, others, ties, below, above, rounds, a)  # fmt: skip
+        rounds += 1
+        going = unsolved & (rounds < 64)
+    return edge, weight
+
+
+@triton.jit
+def _kept(z, keys, Keys, count, top, height, a, r, split, MOST,
           KIND: tl.constexpr, STATS: tl.constexpr, SHARES: tl.constexpr, GATHER: tl.constexpr):  # fmt: skip
     """Puts the keys that survive on the row's list, in order; a program writes only what it will read.
 
     Also how many they are by now, and of these scores the sums of p and -p log p.
     """
-    p, _gains = weights_and_gains(z, top, height, r, KIND, "tf32")
+    p = weights_of_row(z, top, height, a, r, KIND)
     alive = (p > 0).to(tl.int32)
     place = count + tl.cumsum(alive, 0) - 1
     own = (alive > 0) & (place < MOST) & (place // GATHER % SHARES == split)
@@ -162,12 +200,13 @@ def _value_places(V, Table, batch, kv_head, keys, there, v_b, v_h, v_t, PAGED: t
 
 @triton.jit(do_not_specialize=[*DECODE_SIZES, "MOST"])
 def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, Parts, Arrivals, Many, O,
-               Lengths, Starts, Table, r, tolerance, reach, v_b, v_h, v_t, v_d, t_b, HK, TK, ROWS, DV, NP, MOST,
+               Lengths, Starts, Table, a, r, tolerance, reach, v_b, v_h, v_t, v_d, t_b, HK, TK, ROWS, DV, NP, MOST,
                KIND: tl.constexpr, CONVEX: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr,
                PAGED: tl.constexpr, STATS: tl.constexpr, DEFER: tl.constexpr,
                SHARES: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, GATHER: tl.constexpr,
                STAGES: tl.constexpr, EARLY: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    """The maximum of a row, the height of its threshold below it (softmax: the largest weight), and its output.
+    """The maximum of a row, the height of its threshold below it (softmax: the largest weight; alpha > 2: its edge and
+    the weight of that), and its output.
 
     DEFER: a row with more than MOST survivors is marked in `Many` and left to the third stage; so are all of softmax.
     """
@@ -187,7 +226,7 @@ def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, 
     top = tl.where(sees, top, 0.0)
     height = tl.where(sees, 1.0, 0.0)
     if KIND != 0:
-        height = tl.where(sees, _least_height(tops, Tops, first, stop, top, r, KIND, CONVEX, CHUNK), 0.0)
+        height = tl.where(sees, _least_height(tops, Tops, first, stop, top, a, r, KIND, CONVEX, CHUNK), 0.0)
     # Below this a weight is 0: the threshold, for softmax where exp underflows. If all is left over, none is looked at.
     depth = -1.0 if ALL_LATER else height * reach
     Pages += (line * SHARES + split) * NP
@@ -198,16 +237,19 @@ def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, 
     tl.debug_barrier()
     Scores += line * NP * 64
     held, keys = _scores(Scores, Pages, 0, alive_pages, AT_ONCE)
-    if KIND != 0:
-        height = _solved(held, Scores, Pages, alive_pages, top, height, r, tolerance, KIND, CONVEX, AT_ONCE)
+    if not CONVEX:
+        edge, weight = _edge(held, Scores, Pages, alive_pages, top, height, a, r, KIND, AT_ONCE)
+        top, height = tl.where(sees, edge, 0.0), tl.where(sees, weight, 0.0)
+    elif KIND != 0:
+        height = _solved(held, Scores, Pages, alive_pages, top, height, r, tolerance, KIND, AT_ONCE)
         height = tl.where(sees, height, 0.0)
 
     Keys += line * MOST
-    count, mass, entropy = _kept(held, keys, Keys, 0, top, height, r, split, MOST, KIND, STATS, SHARES, GATHER)
+    count, mass, entropy = _kept(held, keys, Keys, 0, top, height, a, r, split, MOST, KIND, STATS, SHARES, GATHER)
     for index in range(AT_ONCE, alive_pages, AT_ONCE):
         z, keys = _scores(Scores, Pages, index, alive_pages, AT_ONCE)
         count, more_mass, more_entropy = _kept(
-            z, keys, Keys, count, top, height, r, split, MOST, KIND, STATS, SHARES, GATHER)  # fmt: skip
+            z, keys, Keys, count, top, height, a, r, split, MOST, KIND, STATS, SHARES, GATHER)  # fmt: skip
         mass += more_mass
         entropy += more_entropy
     many = count > MOST
@@ -243,7 +285,7 @@ def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, 
         places = _value_places(V, Table, batch, kv_head, key, which < count, v_b, v_h, v_t, PAGED)
         v = tl.load(places[:, None] + columns[None, :] * v_d, mask=(which < count)[:, None] & (columns[None, :] < DV),
                     other=0.0)  # fmt: skip
-        p, _gains = weights_and_gains(z, top, height, r, KIND, "tf32")
+        p = weights_of_row(z, top, height, a, r, KIND)
         out += p[:, None] * v.to(tl.float32)
     total = tl.sum(out, 0)
     last = parts <= 1

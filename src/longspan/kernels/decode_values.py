@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from longspan.kernels.decode import DECODE_SIZES, append, beginning, page_base, pages_of, share
-from longspan.kernels.solver import weights_and_gains
+from longspan.kernels.edges import weights_of_row
 
 
 @triton.jit
@@ -32,9 +32,17 @@ def _finish_row(Parts, Sums, Height, Support, Entropy, O, line, DV, SPLITS,
             tl.store(Entropy + line, tl.where(mass > 0, entropy * weight - tl.log(weight), 0.0))
 
 
+@triton.jit
+def _reached(highest, top, depth, KIND: tl.constexpr):
+    """Whether the highest score of a page survives; above alpha 2 `top` is the row's smallest survivor."""
+    if KIND == 1 or KIND < -2:
+        return highest >= top
+    return highest - top + depth > 0
+
+
 @triton.jit(do_not_specialize=DECODE_SIZES)
 def value_kernel(V, Scores, Tops, Pages, Maximum, Height, Support, Entropy, Parts, Sums, Arrivals, Many, O,
-                 Lengths, Starts, Table, r, reach, v_b, v_h, v_t, v_d, t_b, HK, TK, ROWS, DV, NP, SPLITS,
+                 Lengths, Starts, Table, a, r, reach, v_b, v_h, v_t, v_d, t_b, HK, TK, ROWS, DV, NP, SPLITS,
                  KIND: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr, PAGED: tl.constexpr,
                  PRECISION: tl.constexpr, STATS: tl.constexpr,
                  M: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
@@ -65,7 +73,7 @@ def value_kernel(V, Scores, Tops, Pages, Maximum, Height, Support, Entropy, Part
         pages = block + tl.arange(0, CHUNK)
         z = tl.load(Tops + line[:, None] * NP + pages[None, :], mask=wanted_row[:, None] & (pages < stop)[None, :],
                     other=float("-inf"))  # fmt: skip
-        alive = z - top[:, None] + depth[:, None] > 0
+        alive = _reached(z, top[:, None], depth[:, None], KIND)
         count = append(Pages, count, pages, tl.max(alive.to(tl.int32), 0) > 0)
     tl.debug_barrier()
 
@@ -80,8 +88,8 @@ def value_kernel(V, Scores, Tops, Pages, Maximum, Height, Support, Entropy, Part
         # A page is listed for all rows of the tile; the scores of one that it cannot matter to were never stored.
         highest = tl.load(Tops + line * NP + page, mask=wanted_row, other=float("-inf"))
         z = tl.load(Scores + line[:, None] * NP * 64 + keys[None, :], mask=wanted_row[:, None], other=float("-inf"))
-        z = tl.where((highest - top + depth > 0)[:, None], z, float("-inf"))
-        p, _gains = weights_and_gains(z, top[:, None], height[:, None], r, KIND, "tf32")
+        z = tl.where(_reached(highest, top, depth, KIND)[:, None], z, float("-inf"))
+        p = weights_of_row(z, top[:, None], height[:, None], a, r, KIND)
         wanted = tl.max(p, 0) > 0
         base = page_base(V, Table, batch, kv_head, page, v_b, v_h, v_t, PAGED)
         places = base + tl.arange(0, 64)[:, None] * v_t + columns[None, :] * v_d

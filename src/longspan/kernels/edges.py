@@ -16,7 +16,7 @@ than fit: by passes over their live tiles, of which each row takes what it needs
 import triton
 import triton.language as tl
 
-from longspan.kernels.solver import gains, quick_power
+from longspan.kernels.solver import gains, quick_power, weights_and_gains
 from longspan.kernels.tiles import (
     SIZES,
     block_of_queries,
@@ -82,6 +82,41 @@ def gain_of_edge(weight, others, ties, a, most):
 
 
 @triton.jit
+def weights_of_row(z, top, height, a, r, KIND: tl.constexpr):
+    """p of the scores of a row, or of rows along which the rest is shaped, from what rows are known by: `top` and
+    `height` are the maximum and the threshold's distance from it, above alpha 2 the edge and its weight."""
+    if KIND == 1 or KIND < -2:
+        survivors = tl.where(z >= top, z, float("-inf"))
+        p, _gains = weights_from_edge(survivors, top, height, power(height, a), 0.0, r, KIND)
+        return p
+    p, _gains = weights_and_gains(z, top, height, r, KIND, "tf32")
+    return p
+
+
+@triton.jit
+def parts_at(z, edge, weight, height, r, KIND: tl.constexpr):
+    """Of every score for this edge: its weight, its gain if it does not tie, whether it ties; itself if it is below,
+    -inf if not; itself if it is above, inf if not."""
+    survivors = tl.where(z >= edge, z, float("-inf"))
+    p, gain = weights_from_edge(survivors, edge, weight, height, 0.0, r, KIND)
+    ties = tl.where(z == edge, 1.0, 0.0)
+    return p, gain, ties, tl.where(z < edge, z, float("-inf")), tl.where(z > edge, z, float("inf"))
+
+
+@triton.jit
+def below_all(maximum, height):
+    """A number that no survivor lies below, where the height of the threshold is at most `height`."""
+    return maximum - height * 1.00001 - tl.abs(maximum) * 1e-6
+
+
+@triton.jit
+def trial_of(weight, lowest, highest, a):
+    """The weight and the height to look at the scores with: none for an edge that is still a guess."""
+    found = lowest > highest
+    return tl.where(found, weight, 0.0), tl.where(found, power(weight, a), 0.0)
+
+
+@triton.jit
 def _order(x):
     """Integers in the order of the floats whose bits they are, or the other way round."""
     return x ^ ((x >> 31) & 0x7FFFFFFF)
@@ -95,6 +130,20 @@ def _half_way(low, high):
 
 
 @triton.jit
+def next_trial(weight, lowest, highest, mass, others, ties, below, above, rounds, a):
+    """What a pass has shown, by the sums over `parts_at` the edge and the scores next to it: the edge to look at next,
+    its weight, the scores still in question, and whether there is anything left to find. Pass 0 was `below_all`."""
+    found = lowest > highest
+    survives = (mass < 1.0) & (rounds > 0)
+    lowest = tl.where(found | survives, lowest, above)
+    highest = tl.where(found | (survives == 0), highest, below)
+    fallen, excess = lighter(weight, mass, others, ties, a)
+    weight = tl.where(found, fallen, weight)
+    edge = tl.where(lowest > highest, lowest, _half_way(lowest, highest))
+    return edge, weight, lowest, highest, tl.where(found, excess > 1e-6, True)
+
+
+@triton.jit
 def _sums(q, K, k_t, k_d, begin, count, List, positions, own, edge, weight, height, mass, others, ties, below, above,
           a, r, scale, slope, end, Documents, TK, D,
           KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -104,13 +153,12 @@ def _sums(q, K, k_t, k_d, begin, count, List, positions, own, edge, weight, heig
     for index in range(begin * (N // PART), count * (N // PART)):
         z = listed_scores(q, K, k_t, k_d, index, List, positions, own, a * scale, a * slope, end, Documents, TK, D,
                           CAUSAL, SLOPES, DOCUMENTS, PRECISION, MASKED, N, PART, BLOCK_D)  # fmt: skip
-        survivors = tl.where(z >= edge[:, None], z, float("-inf"))
-        p, gain = weights_from_edge(survivors, edge[:, None], weight[:, None], height[:, None], 0.0, r, KIND)
+        p, gain, tie, lower, higher = parts_at(z, edge[:, None], weight[:, None], height[:, None], r, KIND)
         mass += tl.sum(p, 1)
         others += tl.sum(gain, 1)
-        ties += tl.sum(tl.where(z == edge[:, None], 1.0, 0.0), 1)
-        below = tl.maximum(below, tl.max(tl.where(z < edge[:, None], z, float("-inf")), 1))
-        above = tl.minimum(above, tl.min(tl.where(z > edge[:, None], z, float("inf")), 1))
+        ties += tl.sum(tie, 1)
+        below = tl.maximum(below, tl.max(lower, 1))
+        above = tl.minimum(above, tl.min(higher, 1))
     return mass, others, ties, below, above
 
 
@@ -135,16 +183,14 @@ def edge_kernel(Q, K, Maximum, Height, EdgeGain, List, Counts, Over, Slopes, Len
     line_place, maximum, height = surveyed(Maximum, Height, pair, rows, TQ)
 
     # The scores in question; above the highest all survive. The first pass finds the lowest that the survey left.
-    edge = maximum - height * 1.00001 - tl.abs(maximum) * 1e-6
+    edge = below_all(maximum, height)
     lowest, highest = edge, maximum
     weight = tl.full([M], 1.0, tl.float32)
     others, ties = weight * 0.0, weight
     going = count > 0
     rounds = 0
     while going:
-        found = lowest > highest
-        p = tl.where(found, weight, 0.0)
-        height = tl.where(found, power(weight, a), 0.0)
+        p, height = trial_of(weight, lowest, highest, a)
         mass = tl.zeros([M], tl.float32)
         others = tl.zeros([M], tl.float32)
         ties = tl.zeros([M], tl.float32)
@@ -158,13 +204,8 @@ def edge_kernel(Q, K, Maximum, Height, EdgeGain, List, Counts, Over, Slopes, Len
             q, K, k_t, k_d, masked, count, List, positions, own, edge, p, height, mass, others, ties, below, above,
             a, r, scale, slope, limit, Documents, TK, D,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, False, N, PART, BLOCK_D)  # fmt: skip
-        survives = (mass < 1.0) & (rounds > 0)
-        lowest = tl.where(found | survives, lowest, above)
-        highest = tl.where(found | (survives == 0), highest, below)
-        fallen, excess = lighter(weight, mass, others, ties, a)
-        weight = tl.where(found, fallen, weight)
-        unsolved = tl.where(found, excess > 1e-6, True)
-        edge = tl.where(lowest > highest, lowest, _half_way(lowest, highest))
+        edge, weight, lowest, highest, unsolved = next_trial(
+            weight, lowest, highest, mass, others, ties, below, above, rounds, a)  # fmt: skip
         rounds += 1
         going = (tl.max(unsolved.to(tl.int32), 0) > 0) & (rounds < 64)
     sees = edge < float("inf")

@@ -13,7 +13,7 @@ from longspan.kernels.edges import edge_kernel
 from longspan.kernels.output import output_kernel
 from longspan.kernels.softmax import softmax_kernel
 from longspan.kernels.solve import solve_kernel
-from longspan.kernels.solver import SOFTMAX, kind_of, powers_of, survey_power
+from longspan.kernels.solver import SOFTMAX, kind_of, powers_of, survey_power, tau_and_largest
 from longspan.kernels.survey import survey_kernel
 from longspan.kernels.tiles import contiguous, like_tokens, padded, room_for_output, small_ids
 
@@ -201,13 +201,7 @@ def _stats(q: Tensor, k: Tensor, v: Tensor, made: _Outputs, alpha: float, causal
     if kind_of(alpha) == SOFTMAX:
         tau, largest, dead = torch.full_like(made.height, -1.0), made.height, made.height.new_zeros(q.shape[:2])
     else:
-        a, r = powers_of(alpha)
-        if alpha > 2:
-            height, gap = made.height**a, made.top - made.maximum
-            largest = torch.where(gap > 0, (gap + height) ** r, made.height)
-        else:
-            height, largest = made.height, made.height**r
-        tau = made.maximum - height
+        tau, largest = tau_and_largest(alpha, made.maximum, made.height, made.top)
         dead = 1 - (made.live > 0).sum((2, 3)) / max(1, _visible_tiles(q, k, v, causal))
     return Stats(torch.where(sees, tau, torch.inf), made.support.long(), made.entropy, largest, dead)
 

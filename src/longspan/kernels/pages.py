@@ -4,6 +4,3 @@ PAGE = 64  # keys
 MOST_QUERIES = 16  # of one sequence that decoding takes at once
 MANY_KEYS = 1 << 10  # from here on a row is shared out among programs
 EPSILON = 2.0**-10  # what rounding may add to a bound or a score, of |q| |k|: over 30 times what float32 sums of 256 do
-# Decoding measures a row from its maximum. Weights are roots of distances to the threshold: beside a maximum of 1
-# float32 has digits for those from 0.004 at alpha 4, from 0.1 at 8, and what is smaller may be lost.
-HIGHEST_ALPHA = 4

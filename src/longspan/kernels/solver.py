@@ -11,8 +11,10 @@ Over rows of 128 scores of any shape it takes at most 7 steps to 1e-5 (alpha = 2
 import math
 import os
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra import libdevice
 
 
@@ -20,6 +22,17 @@ def powers_of(alpha: float) -> tuple[float, float]:
     """``a = alpha - 1`` and ``r = 1 / a``; softmax needs neither."""
     a = alpha - 1
     return a, 1 / a if a else 0.0
+
+
+def tau_and_largest(alpha: float, maximum: Tensor, height: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+    """The threshold and the largest weight of rows, alpha > 1, from what kernels know them by: their maximum and the
+    height of the threshold below it, above alpha 2 the score and the weight of their edge. `top`: their maximum there.
+    """
+    a, r = powers_of(alpha)
+    if alpha <= 2:
+        return maximum - height, height**r
+    above, gap = height**a, top - maximum
+    return maximum - above, torch.where(gap > 0, (gap + above) ** r, height)
 
 
 SOFTMAX, GENERAL, FINE, ABOVE_2, FINE_ABOVE_2 = 0, -1, -2, -3, -4

@@ -199,7 +199,7 @@ class Attention(nn.Module):
         form, slopes = self.normalizer.entmax_form(), self.position.slopes
         assert form is not None
         assert not isinstance(form.alpha, Tensor)
-        by_kernels = kernels_cannot(q, v, form.alpha) is None
+        by_kernels = kernels_cannot(q, v) is None
         return decode(
             q,
             k,
