@@ -226,7 +226,7 @@ def traffic(cache: Cache, slopes: Tensor | None, alpha: float, boxes: bool) -> R
     summary = known(cache, slopes, boxes) or (None, None, None)
     scale = cache.q.shape[3] ** -0.5
     made = Decoded(*decode_attention(cache.q, cache.k, cache.v, slopes, *[None] * 4, *summary, alpha, scale, True))
-    pages = int((made.tops > -torch.inf).any(2).sum())
+    pages = int((made.tops > -torch.inf).any(3).any(2).sum())
     values = survivors(cache, made.maximum - made.height, slopes, alpha) if alpha > 1 else cache.k[..., 0].numel()
     width = cache.q.element_size() * cache.q.shape[3]
     rows = made.maximum.shape[2]
@@ -236,7 +236,7 @@ def traffic(cache: Cache, slopes: Tensor | None, alpha: float, boxes: bool) -> R
         "scratch_bytes": pages * 64 * rows * 4,
         "summary_bytes": sum(part.nbytes for part in summary if part is not None),
         "support": float(made.support.mean()),
-        "pages_unread": 1 - pages / made.tops[:, :, 0].numel(),
+        "pages_unread": 1 - pages / made.tops[:, :, 0, 0].numel(),
     }
 
 

@@ -183,7 +183,11 @@ KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "squares": (adam.squares_kernel, {"gradients": ADAM}),
     "adam": (adam.adam_kernel, {"clipped": ADAM | {"CLIP": True}, "averaged": ADAM | {"CLIP": False, "AVERAGE": True}}),
     "bound": (bounds.bound_kernel, {name: DECODING[name] for name in ("boxes", "boxes_of_pages")}),
-    "score": (decode.score_kernel, {name: DECODING[name] for name in ("plain", "options", "pages", "boxes")}),
+    "score": (
+        decode.score_kernel,
+        {name: DECODING[name] for name in ("plain", "options", "pages", "boxes")}
+        | {f"{rows}_rows": {"M": rows, "CHUNK": 64, "NORMS": True, "SLOPES": True} for rows in (8, 64)},
+    ),
     "row": (decode_rows.row_kernel, SOLVING),
     "value": (decode_values.value_kernel, {name: SOLVING[name] for name in SOLVING if not name.startswith("short")}),
     "norms_forward": (norms.forward_kernel, {name: {"M": 4} | options for name, options in NORMS.items()}),

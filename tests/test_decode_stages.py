@@ -185,14 +185,15 @@ def test_shares_change_no_more_than_the_order_of_sums(
 
 
 @pytest.mark.parametrize("setting", [THIRD_STAGE | {"MOST_SURVIVORS": 3}, LITTLE_HELD], ids=["third_stage", "rows"])
+@pytest.mark.parametrize("alike", [PAGE, PAGE // 4], ids=["pages", "quarters"])
 @pytest.mark.parametrize("alpha", [1.0, 1.5, 8.0])
 def test_scores_that_no_survivor_has_are_never_asked_for(
-    alpha: float, setting: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    alpha: float, alike: int, setting: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the first stage does not store is filled with numbers that would win."""
     set_to(monkeypatch, setting)
     monkeypatch.setattr(decode_ops, "score_splits", lambda *_: 2)  # on a GPU a page each, and each its own highest
-    step = Step(room=600, content=topics(PAGE), alpha=alpha, scale=4.0 if alpha == 1 else None)
+    step = Step(room=600, content=topics(alike), alpha=alpha, scale=4.0 if alpha == 1 else None)
     call = made(step, torch.float32, device)
     expected, step_of, rows = decode(**call, impl="triton"), decode_ops._step_of, decode_ops._rows
     unstored: list[int] = []

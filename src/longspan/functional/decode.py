@@ -259,7 +259,7 @@ def _by_kernels(
     start = torch.zeros_like(end) if starts is None else starts
     page = torch.arange(made.tops.shape[-1], device=q.device)
     there = (page >= start[:, None] // PAGE) & (page * PAGE < end[:, None])  # (B, pages)
-    tops = made.tops.view(*q.shape[:3], -1).masked_fill(~there[:, None, None], -torch.inf)
+    tops = made.tops.amax(3).view(*q.shape[:3], -1).masked_fill(~there[:, None, None], -torch.inf)
     if alpha == 1:
         tau, largest, alive = torch.full_like(height, -1.0), height, tops > -torch.inf
     else:

@@ -71,7 +71,7 @@ def bound_kernel(Q, K, Low, High, Norms, Bounds, Floors, Slopes, Scales, Lengths
             if page >= first:
                 z = scored(q, K, Table, batch, kv_head, page, k_b, k_h, k_t, k_d, positions, row_scale, slope,
                            start, end, D, SLOPES, STARTS, PAGED, PRECISION, BLOCK_D)  # fmt: skip
-                floor = tl.maximum(floor, tl.max(z, 1))
+                floor = tl.maximum(floor, tl.max(z, 0))
         largest = tl.max(tl.where(there, norm, 0.0), 0)
         floor -= epsilon * size * tl.abs(row_scale) * largest
     tl.store(Floors + line * NB + block, floor, mask=valid)

@@ -3,8 +3,8 @@
 A *page* is 64 keys. All query heads that share a key head, and all their new tokens, are the rows of one tile: a page
 of keys is read once for all of them. Two stages, and a third where it may be needed:
 
-1. *Score* (here): every page once; the page's highest score of every row goes to memory, and the scores themselves
-   where they can still be a survivor's. Pages that provably hold none are not read.
+1. *Score* (here): every page once; the highest score of every row in each quarter of the page goes to memory, and the
+   scores themselves where they can still be a survivor's. Pages that provably hold none are not read.
 2. *Row* (`decode_rows.py`), a few programs a row: the row's threshold from what stage 1 left in the L2 cache, the
    list of its survivors, and their values.
 3. *Value* (`decode_values.py`): the values of rows with more survivors than a list holds, page by page for all rows of
@@ -15,6 +15,8 @@ lie and not be 0: 1, and for softmax where exp underflows. Nothing here asks the
 and programs share out the pages that there are, not those there is room for.
 """
 
+import os
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -23,6 +25,34 @@ from longspan.kernels.tiles import end_of, load_tile, scores_of
 
 # Arguments a kernel is not compiled anew for, however they divide.
 DECODE_SIZES = ["HK", "GROUP", "TQ", "TK", "ROWS", "NP", "NB", "SPLITS"]
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+
+    @triton.jit
+    def _put(base, offsets, values, wanted):
+        tl.store(base + offsets, values, mask=wanted)
+
+else:
+
+    @triton.jit
+    def _put(base, offsets, values, wanted):
+        """Stores floats, from the threads that have them, at 32-bit offsets from one place.
+
+        `tl.store` first hands them to threads that lie along the memory: all meet twice for it, and again for the mask.
+        """
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred %wanted;
+            .reg .b64 %place;
+            setp.ne.s32 %wanted, $4, 0;
+            mad.wide.s32 %place, $2, 4, $1;
+            @%wanted st.global.f32 [%place], $3;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r,f,r", [base.to(tl.int64), offsets, values, wanted.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -104,15 +134,18 @@ def nearness(pages, positions, slope):
 def scored(q, K, Table, batch, kv_head, page, k_b, k_h, k_t, k_d, positions, scale, slope, start, end, D,
             SLOPES: tl.constexpr, STARTS: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
             BLOCK_D: tl.constexpr):  # fmt: skip
-    """The scores of every row with a page, -inf where a key is hidden; `scale` and `slope` are per row."""
+    """The scores of a page with every row, (keys, rows), -inf where a key is hidden; `scale` and `slope` are per row.
+
+    Keys come first so that each of four warps has sixteen of them: a quarter's highest score is within a warp.
+    """
     base = page_base(K, Table, batch, kv_head, page, k_b, k_h, k_t, PAGED)
     k = load_tile(base, 0, k_t, k_d, end - page * 64, D, 64, BLOCK_D)
-    product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     keys = page * 64 + tl.arange(0, 64)
-    z = scores_of(product, keys[None, :], positions[:, None], scale[:, None], slope[:, None], None, None, None,
+    z = scores_of(product, keys[:, None], positions[None, :], scale[None, :], slope[None, :], None, None, None,
                   True, SLOPES, False)  # fmt: skip
     if STARTS:
-        z = tl.where(keys[None, :] >= start, z, float("-inf"))
+        z = tl.where(keys[:, None] >= start, z, float("-inf"))
     return z
 
 
@@ -153,12 +186,18 @@ def _window(Norms, Table, batch, kv_head, begin, stop, positions, slope, valid, 
 
 
 @triton.jit
-def _leave_out(Tops, begin, stop, valid, M: tl.constexpr, CHUNK: tl.constexpr):
+def _unread(Tops, line, pages, unread, NP, M: tl.constexpr, CHUNK: tl.constexpr):
     """Pages that are not read have no highest score."""
+    for quarter in tl.static_range(4):
+        places = Tops + (line[:, None] * 4 + quarter) * NP + pages[None, :]
+        tl.store(places, tl.full([M, CHUNK], float("-inf"), tl.float32), mask=unread)
+
+
+@triton.jit
+def _leave_out(Tops, line, begin, stop, valid, NP, M: tl.constexpr, CHUNK: tl.constexpr):
     for block in range(begin, stop, CHUNK):
         pages = block + tl.arange(0, CHUNK)
-        nothing = tl.full([M, CHUNK], float("-inf"), tl.float32)
-        tl.store(Tops + pages[None, :], nothing, mask=valid[:, None] & (pages < stop)[None, :])
+        _unread(Tops, line, pages, valid[:, None] & (pages < stop)[None, :], NP, M, CHUNK)
 
 
 @triton.jit
@@ -184,8 +223,7 @@ def _listed(Bounds, Tops, Pages, line, begin, stop, valid, limit, NP, M: tl.cons
         bound = tl.load(Bounds + line[:, None] * NP + pages[None, :], mask=seen, other=float("-inf"))
         alive = valid[:, None] & ((bound <= limit[:, None]) == 0)  # NaN lives
         live = there & (tl.max(alive.to(tl.int32), 0) > 0)
-        unread = valid[:, None] & (there & (live == 0))[None, :]
-        tl.store(Tops + pages[None, :], tl.full([M, CHUNK], float("-inf"), tl.float32), mask=unread)
+        _unread(Tops, line, pages, valid[:, None] & (there & (live == 0))[None, :], NP, M, CHUNK)
         count = append(Pages, count, pages, live)
     tl.debug_barrier()
     return count
@@ -198,7 +236,7 @@ def score_kernel(Q, K, Scores, Tops, Pages, Arrivals, Slopes, Scales, Lengths, S
                  SLOPES: tl.constexpr, SCALES: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr,
                  PAGED: tl.constexpr, NORMS: tl.constexpr, BOXES: tl.constexpr, PRECISION: tl.constexpr,
                  EARLY: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Of a run of pages the highest score of every row and page, and the scores that can be survivors'.
+    """Of a run of pages the highest score of every row and quarter, and the scores that can be survivors'.
 
     Programs of all key heads are in turn, so that those of windows, which end at once, leave their places to others;
     the nearest pages, where windows are, come first.
@@ -219,7 +257,6 @@ def score_kernel(Q, K, Scores, Tops, Pages, Arrivals, Slopes, Scales, Lengths, S
     q, positions, row_scale, slope = row_inputs(
         Q, Slopes, Scales, batch, kv_head, rows, valid, unit, scale, end, q_b, q_h, q_t, q_d, HK, GROUP, TQ, D,
         SLOPES, SCALES, M, BLOCK_D)  # fmt: skip
-    Tops += line[:, None] * NP
     if PAGED:
         Table += batch * t_b
 
@@ -241,30 +278,35 @@ def score_kernel(Q, K, Scores, Tops, Pages, Arrivals, Slopes, Scales, Lengths, S
                 near = scored(q, K, Table, batch, kv_head, (end - 1) // 64, k_b, k_h, k_t, k_d,
                               positions, row_scale, slope, start, end, D,
                               SLOPES, STARTS, PAGED, PRECISION, BLOCK_D)  # fmt: skip
-                floor = tl.maximum(floor, tl.max(near, 1))
+                floor = tl.maximum(floor, tl.max(near, 0))
                 low, high = _window(Norms, Table, batch, kv_head, low, high, positions, slope, valid, size,
                                     floor - reach, n_b, n_h, n_p, PAGED, CHUNK)  # fmt: skip
             low = tl.minimum(low, high)
-            _leave_out(Tops, begin, low, valid, M, CHUNK)
-            _leave_out(Tops, high, stop, valid, M, CHUNK)
+            _leave_out(Tops, line, begin, low, valid, NP, M, CHUNK)
+            _leave_out(Tops, line, high, stop, valid, NP, M, CHUNK)
             begin, stop = low, high
         count = stop - begin
     else:
         count = stop - begin
 
-    # A page `reach` below another has no survivor, so that none of its scores will be asked for. A hair more, and
+    # A quarter `reach` below another has no survivor, so that none of its scores will be asked for. A hair more, and
     # not less where the maximum is so large that the hair is lost.
-    highest, reach = floor, reach * 1.001
-    Scores += line[:, None] * NP * 64
+    highest, reach = tl.broadcast_to(floor[None, None, :], [4, 1, M]), reach * 1.001
+    quarters, row = tl.arange(0, 4)[:, None, None], tl.arange(0, M)[None, None, :]
+    Scores += (pair * ROWS + tl.program_id(2) * M) * NP * 64
+    Tops += (pair * ROWS + tl.program_id(2) * M) * NP * 4
+    score_places = row * (NP * 64) + quarters * 16 + tl.arange(0, 16)[None, :, None]
+    top_places = (row * 4 + quarters) * NP
+    valid = tl.broadcast_to(valid[None, None, :], [4, 1, M])
     for index in range(0, count):
         page = begin + index
         if BOXES:
             page = tl.load(Pages + index)
         z = scored(q, K, Table, batch, kv_head, page, k_b, k_h, k_t, k_d, positions, row_scale, slope,
                     start, end, D, SLOPES, STARTS, PAGED, PRECISION, BLOCK_D)  # fmt: skip
-        top = tl.max(z, 1)
+        z = tl.reshape(z, [4, 16, M])
+        top = tl.max(z, 1, keep_dims=True)
         highest = tl.maximum(highest, top)
-        keys = page * 64 + tl.arange(0, 64)
-        tl.store(Scores + keys[None, :], z, mask=(valid & (top >= highest - reach))[:, None])
-        tl.store(Tops + page, top[:, None], mask=valid[:, None])
+        _put(Scores + page * 64, score_places, z, tl.broadcast_to(valid & (top >= highest - reach), [4, 16, M]))
+        _put(Tops + page, top_places, top, valid)
     ending(EARLY)

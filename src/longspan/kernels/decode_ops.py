@@ -80,6 +80,11 @@ def score_splits(shape: Shape, device: torch.device) -> int:
     return min(wanted, shape.pages)
 
 
+def score_rows(shape: Shape) -> int:
+    """Rows of a program of the first stage, where they are columns of a product: eight are enough for it."""
+    return 8 if shape.rows <= 8 else shape.tile
+
+
 def row_shares(shape: Shape, device: torch.device) -> int:
     """A power of two: the last program holds all partial sums in one tile."""
     return 1 << (min(_among(ROW.programs, device, shape.lines), MOST_SHARES).bit_length() - 1)
@@ -119,7 +124,7 @@ class Decoded(NamedTuple):
     height: Tensor  # of the threshold below it; softmax: the largest weight; above alpha 2 the weight of that survivor
     support: Tensor
     entropy: Tensor
-    tops: Tensor  # (batch, kv_heads, rows, pages), the highest a * score of every page, -inf for one that was not read
+    tops: Tensor  # (batch, kv_heads, rows, 4, pages), the highest a * score of a page's quarters, -inf if not read
 
 
 def _decoded(q: Tensor, v: Tensor, shape: Shape, stats: bool) -> Decoded:
@@ -131,7 +136,7 @@ def _decoded(q: Tensor, v: Tensor, shape: Shape, stats: bool) -> Decoded:
         torch.empty_like(line),
         line.new_empty(counted),
         line.new_empty(counted),
-        line.new_empty(*line.shape, shape.pages),
+        line.new_empty(*line.shape, 4, shape.pages),
     )
 
 
@@ -211,7 +216,7 @@ def _score(
     if low is not None:
         assert high is not None
         assert norms is not None
-        bounds, floors = torch.empty_like(step.made.tops), step.scores.new_empty(shape.lines, blocks)
+        bounds, floors = step.scores.new_empty(shape.lines, shape.pages), step.scores.new_empty(shape.lines, blocks)
         if low.stride() != high.stride() or low.stride(-1) != 1:
             low, high = low.contiguous(), high.contiguous()
         box_strides = low.stride()[:3] if table is None else (*low.stride()[:2], 0)
@@ -223,6 +228,9 @@ def _score(
     # The compiler shares the stages out among loads whose place hangs on another load: the list's, the table's.
     stages = SCORE.stages * (1 + (low is not None) + (table is not None))
     splits = score_splits(shape, q.device)
+    options["M"] = score_rows(shape)
+    if options["M"] <= 16:
+        options["maxnreg"] = 128  # for four programs a processor; none of it spills
     score_kernel[(shape.pairs, splits, shape.blocks)](
         q, k, step.scores, step.made.tops, step.lists, step.arrivals, slopes, scales, step.lengths, step.starts, table,
         norms, bounds, floors, unit, scale, step.reach, *q.stride(), *k.stride(), *norm_strides, step.table_stride,

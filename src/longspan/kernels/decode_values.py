@@ -34,7 +34,7 @@ def _finish_row(Parts, Sums, Height, Support, Entropy, O, line, DV, SPLITS,
 
 @triton.jit
 def _reached(highest, top, depth, KIND: tl.constexpr):
-    """Whether the highest score of a page survives; above alpha 2 `top` is the row's smallest survivor."""
+    """Whether the highest score of a page or a quarter survives; above alpha 2 `top` is the row's smallest survivor."""
     if KIND == 1 or KIND < -2:
         return highest >= top
     return highest - top + depth > 0
@@ -71,8 +71,11 @@ def value_kernel(V, Scores, Tops, Pages, Maximum, Height, Support, Entropy, Part
     count = begin * 0
     for block in range(begin, stop, CHUNK):
         pages = block + tl.arange(0, CHUNK)
-        z = tl.load(Tops + line[:, None] * NP + pages[None, :], mask=wanted_row[:, None] & (pages < stop)[None, :],
-                    other=float("-inf"))  # fmt: skip
+        there = wanted_row[:, None] & (pages < stop)[None, :]
+        z = tl.full([M, CHUNK], float("-inf"), tl.float32)
+        for quarter in tl.static_range(4):
+            places = Tops + (line[:, None] * 4 + quarter) * NP + pages[None, :]
+            z = tl.maximum(z, tl.load(places, mask=there, other=float("-inf")))
         alive = _reached(z, top[:, None], depth[:, None], KIND)
         count = append(Pages, count, pages, tl.max(alive.to(tl.int32), 0) > 0)
     tl.debug_barrier()
@@ -84,11 +87,13 @@ def value_kernel(V, Scores, Tops, Pages, Maximum, Height, Support, Entropy, Part
     entropy = tl.zeros([M], tl.float32)
     for index in range(count):
         page = tl.load(Pages + index)
-        keys = page * 64 + tl.arange(0, 64)
-        # A page is listed for all rows of the tile; the scores of one that it cannot matter to were never stored.
-        highest = tl.load(Tops + line * NP + page, mask=wanted_row, other=float("-inf"))
-        z = tl.load(Scores + line[:, None] * NP * 64 + keys[None, :], mask=wanted_row[:, None], other=float("-inf"))
-        z = tl.where(_reached(highest, top, depth, KIND)[:, None], z, float("-inf"))
+        key = tl.arange(0, 64)[None, :]
+        # A page is listed for all rows of the tile; scores of a quarter that cannot matter to a row were never stored.
+        z = tl.load(Scores + line[:, None] * NP * 64 + page * 64 + key, mask=wanted_row[:, None], other=float("-inf"))
+        for quarter in tl.static_range(4):
+            highest = tl.load(Tops + (line * 4 + quarter) * NP + page, mask=wanted_row, other=float("-inf"))
+            alive = _reached(highest, top, depth, KIND)[:, None]
+            z = tl.where(alive | (key // 16 != quarter), z, float("-inf"))
         p = weights_of_row(z, top[:, None], height[:, None], a, r, KIND)
         wanted = tl.max(p, 0) > 0
         base = page_base(V, Table, batch, kv_head, page, v_b, v_h, v_t, PAGED)
