@@ -189,3 +189,17 @@ def test_several_layers_compile_with_dynamic_shapes(alpha: float | Tensor) -> No
         for found, wanted in zip(torch.autograd.grad(compiled(scores, alpha), inputs), expected, strict=True):
             torch.testing.assert_close(found, wanted)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.25, 1.5, 2.0, 4.0, torch.tensor(1.6, dtype=torch.float64)], ids=str)
+def test_transforms_of_torch_func(alpha: float | Tensor) -> None:
+    scores = torch.randn(5, 7, dtype=torch.float64)
+    scores[0, 2] = -math.inf
+
+    def of_row(row: Tensor) -> Tensor:
+        return entmax(row, alpha)
+
+    expected = torch.stack([torch.autograd.functional.jacobian(of_row, row) for row in scores])
+    torch.testing.assert_close(torch.func.vmap(torch.func.jacrev(of_row))(scores), expected)
+    by_columns = torch.func.vmap(of_row, in_dims=1, out_dims=1)(scores.T)
+    torch.testing.assert_close(by_columns, entmax(scores, alpha).T)

@@ -86,16 +86,20 @@ def threshold(scores: Tensor, alpha: Alpha = 1.5, dim: int = -1) -> Threshold:
 
 
 class _Entmax(torch.autograd.Function):
+    """In the form that torch.func takes; without a `jvp`, with which torch.compile would refuse it."""
+
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, alpha: Alpha, bounds: AlphaRange) -> Tensor:
-        p = _weights_of_rows(scores, alpha, bounds)
+    def forward(scores: Tensor, alpha: Alpha, bounds: AlphaRange) -> Tensor:
+        return _weights_of_rows(scores, alpha, bounds)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Alpha, AlphaRange], output: Tensor) -> None:
+        _scores, alpha, ctx.bounds = inputs
         if isinstance(alpha, Tensor):
-            ctx.save_for_backward(p, alpha)
+            ctx.save_for_backward(output, alpha)
         else:
-            ctx.save_for_backward(p)
+            ctx.save_for_backward(output)
             ctx.alpha = alpha
-        ctx.bounds = bounds
-        return p
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -103,6 +107,16 @@ class _Entmax(torch.autograd.Function):
         alpha = rest[0] if rest else ctx.alpha
         d_scores, d_alpha = entmax_vjp(p, alpha, grads[0], ctx.bounds, ctx.needs_input_grad[1])
         return d_scores, d_alpha, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], scores: Tensor, alpha: Alpha, bounds: AlphaRange
+    ) -> tuple[Tensor, int]:
+        """Rows know nothing of each other: one dim more of them. A batched alpha has failed before, asked its range."""
+        assert in_dims[0] is not None
+        return _Entmax.apply(
+            scores.movedim(in_dims[0], 0), alpha[None] if isinstance(alpha, Tensor) else alpha, bounds
+        ), 0
 
 
 def _weights_of_rows(scores: Tensor, alpha: Alpha, bounds: AlphaRange) -> Tensor:
