@@ -144,8 +144,8 @@ def test_every_line_of_the_ladder_has_a_label_of_its_own(tmp_path: Path, monkeyp
 
 def test_tasks_are_listed_and_shown() -> None:
     listed = succeed("tasks")
-    assert all(name in listed for name in [*task_names(), "max_retrieval"])
-    for name in task_names():
+    for name in [*task_names(), "max_retrieval"]:
+        assert name in listed
         output = succeed("tasks", "show", name, "--length=32")
         assert output.startswith(f"{name}: ")
         assert "reads" in output

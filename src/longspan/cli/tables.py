@@ -48,15 +48,27 @@ def show(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Print one sample of a task for a person to read."""
-    task = get_task(name)
     generator = torch.Generator().manual_seed(stream_seed("train", seed))
-    batch = task.sample(1, length, generator=generator)
-    tokens, targets, mask = (part[0].tolist() for part in batch)
-    heading = f"[bold]{task.name}[/bold]: {task.summary}; {len(tokens)} tokens"
-    console.print(heading, highlight=False, soft_wrap=True)
-    console.print(f"[bold]reads [/bold] {task.render(tokens)}", highlight=False, soft_wrap=True)
+    if name == MaxRetrieval.name:
+        _show_sample(MaxRetrieval.name, MaxRetrieval.summary, f"{length} items", *_of_items(length, generator))
+        return
+    task = get_task(name)
+    tokens, targets, mask = (part[0].tolist() for part in task.sample(1, length, generator=generator))
     shown = [task.symbol(target) if counts else "." for target, counts in zip(targets, mask, strict=True)]
-    console.print(f"[bold]wanted[/bold] {' '.join(shown)}", highlight=False, soft_wrap=True)
+    _show_sample(task.name, task.summary, f"{len(tokens)} tokens", task.render(tokens), " ".join(shown))
+
+
+def _of_items(length: int, generator: torch.Generator) -> tuple[str, str]:
+    """A sample of Max Retrieval, items as priorities with their classes, and its answer."""
+    batch = MaxRetrieval().sample(1, length, generator=generator)
+    items = [f"{item[0]:.2f} c{int(item[1:].argmax())}" for item in batch.items[0]]
+    return ", ".join(items), f"c{int(batch.target)}"
+
+
+def _show_sample(name: str, summary: str, size: str, reads: str, wanted: str) -> None:
+    console.print(f"[bold]{name}[/bold]: {summary}; {size}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]reads [/bold] {reads}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]wanted[/bold] {wanted}", highlight=False, soft_wrap=True)
 
 
 def recipes(contains: Annotated[str, typer.Argument(help="Only those that contain this.")] = "") -> None:
