@@ -76,38 +76,41 @@ def _tops(Tops, block, stop, NP, CHUNK: tl.constexpr):
 
 @triton.jit
 def _norm_of_tops(held, Tops, first, stop, NP, top, height, r, KIND: tl.constexpr, CHUNK: tl.constexpr):
-    """The norm of the highest scores of the pages above the threshold, and its slope; the first CHUNK are held."""
-    mass, gain_mass, _support = _sums(held, top, height, r, KIND)
+    """The norm of the highest scores of the pages above the threshold, its slope, and how many pages these are; the
+    first CHUNK are held."""
+    mass, gain_mass, alive = _sums(held, top, height, r, KIND)
     for block in range(first + CHUNK, stop, CHUNK):
         z, _pages = _tops(Tops, block, stop, NP, CHUNK)
-        more_mass, more_gain, _support = _sums(z, top, height, r, KIND)
+        more_mass, more_gain, more_alive = _sums(z, top, height, r, KIND)
         mass += more_mass
         gain_mass += more_gain
-    return joined_norm(mass * 0.0, mass * 0.0, mass, gain_mass, r, KIND)
+        alive += more_alive
+    norm, steepness = joined_norm(mass * 0.0, mass * 0.0, mass, gain_mass, r, KIND)
+    return norm, steepness, alive
 
 
 @triton.jit
 def _least_height(held, Tops, first, stop, NP, top, a, r,
-                  KIND: tl.constexpr, CONVEX: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+                  KIND: tl.constexpr, CONVEX: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
     """A height that the row's does not exceed: that of its pages' highest scores alone, or a little more.
 
     The threshold of a part of a row never exceeds that of the whole. Newton's method comes from above, and ends where
-    one more round would not pay for the pages it rules out.
+    one more round would not pay for the pages it rules out: at the latest when all that are left can be held at once.
     """
     height = top * 0.0 + 1.0
     if CONVEX:
         rounds = tl.zeros([], tl.int32)
         going = rounds == 0
         while going:
-            norm, steepness = _norm_of_tops(held, Tops, first, stop, NP, top, height, r, KIND, CHUNK)
+            norm, steepness, alive = _norm_of_tops(held, Tops, first, stop, NP, top, height, r, KIND, CHUNK)
             height -= tl.maximum((norm - 1.0) / steepness, 0.0)
             rounds += 1
-            going = (norm > 1.05) & (rounds < 12)
+            going = (norm > 1.05) & (alive > AT_ONCE) & (rounds < 12)
     else:
         nothing = top * 0.0
         low, low_norm, high, high_norm = nothing, nothing, height, nothing
         for _ in range(10):
-            norm, steepness = _norm_of_tops(held, Tops, first, stop, NP, top, height, r, KIND, CHUNK)
+            norm, _steepness, _alive = _norm_of_tops(held, Tops, first, stop, NP, top, height, r, KIND, CHUNK)
             height, low, low_norm, high, high_norm = secant_step(norm, height, low, low_norm, high, high_norm)
         height = high
     # A hair more, so that rounding kills no survivor: an error of a sum of powers 1/a is one of a times that in height.
@@ -237,7 +240,8 @@ def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, 
     top = tl.where(sees, top, 0.0)
     height = tl.where(sees, 1.0, 0.0)
     if KIND != 0:
-        height = tl.where(sees, _least_height(tops, Tops, first, stop, NP, top, a, r, KIND, CONVEX, CHUNK), 0.0)
+        least = _least_height(tops, Tops, first, stop, NP, top, a, r, KIND, CONVEX, CHUNK, AT_ONCE)
+        height = tl.where(sees, least, 0.0)
     # Below this a weight is 0: the threshold, for softmax where exp underflows. If all is left over, none is looked at.
     depth = -1.0 if ALL_LATER else height * reach
     Pages += (line * SHARES + split) * NP
