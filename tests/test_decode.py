@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from long_problems import Content, equal_maxima, level, noise, one_large, ties, topics
-from test_edges import CONTENTS, in_steps
 from torch import Tensor
 
 from longspan import attention
@@ -181,28 +180,6 @@ def in_every_dtype() -> list[Any]:
 def test_as_close_to_the_oracle_as_plain_torch(name: str, dtype: torch.dtype, device: torch.device) -> None:
     call = made(STEPS[name], dtype, device)
     assert_is_the_oracles(call)
-
-
-NEAR = {name: CONTENTS[name] for name in CONTENTS if not name.endswith("-1000")}  # where scores have their digits
-
-
-@pytest.mark.parametrize("dtype", DTYPES if ON_GPU else DTYPES[:1], ids=str)
-@pytest.mark.parametrize("alpha", [3.0, 8.0, 64.0])
-@pytest.mark.parametrize("name", NEAR)
-def test_above_alpha_2_small_weights_keep_their_digits(
-    name: str, alpha: float, dtype: torch.dtype, device: torch.device
-) -> None:
-    assert_is_the_oracles(made(Step(heads=1, room=130, alpha=alpha, content=NEAR[name]), dtype, device))
-
-
-@pytest.mark.parametrize("alpha", [2.5, 8.0, 64.0, 1e30])
-def test_above_alpha_2_the_same_keys_survive(alpha: float, device: torch.device) -> None:
-    """Of scores that float32 has exactly, with many ties."""
-    call = made(Step(heads=3, room=130, dim=16, value_dim=130, alpha=alpha, content=in_steps), torch.float32, device)
-    call["v"] = torch.eye(130, device=device)[None, None]
-    weights, exact = decode(**call, impl="triton"), decode(**in_float64(call), impl="reference")
-    assert torch.equal(weights > 0, exact > 0)
-    assert (weights - exact).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize(("name", "boxes"), [("pages", False), ("pages", True), ("topics", True), ("slopes", False)])

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from longspan.kernels.tiles import end_of, load_tile, scores_of
+from longspan.kernels.tiles import append, end_of, load_tile, scores_of
 
 # Arguments a kernel is not compiled anew for, however they divide.
 DECODE_SIZES = ["HK", "GROUP", "TQ", "TK", "ROWS", "NP", "NB", "SPLITS"]
@@ -91,14 +91,6 @@ def page_base(Base, Table, batch, kv_head, page, stride_b, stride_h, stride_t, P
     if PAGED:
         return Base + tl.load(Table + page).to(tl.int64) * stride_b + kv_head * stride_h
     return Base + batch * stride_b + kv_head * stride_h + tl.cast(page, tl.int64) * 64 * stride_t
-
-
-@triton.jit
-def append(Pages, count, pages, live):
-    """Puts the live pages on a list, in order; all threads must meet before it is read."""
-    place = count + tl.cumsum(live.to(tl.int32), 0) - 1
-    tl.store(Pages + place, pages, mask=live)
-    return count + tl.sum(live.to(tl.int32), 0)
 
 
 @triton.jit

@@ -16,9 +16,10 @@ import os
 import triton
 import triton.language as tl
 
-from longspan.kernels.decode import DECODE_SIZES, append, beginning, ending, pages_of
+from longspan.kernels.decode import DECODE_SIZES, beginning, ending, pages_of
 from longspan.kernels.edges import below_all, next_trial, parts_at, trial_of, weights_of_row
 from longspan.kernels.solver import curved_fall, gains, inside, joined_norm, secant_step
+from longspan.kernels.tiles import append
 
 if os.environ.get("TRITON_INTERPRET") == "1":
 
@@ -126,7 +127,7 @@ def _scores(Scores, Tops, Pages, index, count, maximum, depth, NP, AT_ONCE: tl.c
     which = index + tl.arange(0, AT_ONCE)
     page = tl.load(Pages + which, mask=which < count, other=0)
     key = tl.arange(0, 64)[None, :]
-    there = (which < count)[:, None] & (key >= 0)
+    there = (which < count)[:, None]
     z = tl.load(Scores + page[:, None] * 64 + key, mask=there, other=float("-inf"))
     highest = tl.load(Tops + key // 16 * NP + page[:, None], mask=there, other=float("-inf"))
     z = tl.where(highest - maximum + depth > 0, z, float("-inf"))

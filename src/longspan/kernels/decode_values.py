@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-from longspan.kernels.decode import DECODE_SIZES, append, beginning, page_base, pages_of, share
+from longspan.kernels.decode import DECODE_SIZES, beginning, page_base, pages_of, share
 from longspan.kernels.edges import weights_of_row
+from longspan.kernels.tiles import append
 
 
 @triton.jit

@@ -16,8 +16,7 @@ It does not pay where every tile is alive. A block of queries whose nearest tile
 import triton
 import triton.language as tl
 
-from longspan.kernels.decode import append
-from longspan.kernels.tiles import SIZES, block_of_queries, key_tiles, keys_of, load_tile
+from longspan.kernels.tiles import SIZES, append, block_of_queries, key_tiles, keys_of, load_tile
 
 AT_ONCE = 32  # tiles: the bits of a number
 NEAREST = 4  # tiles that tell whether it pays

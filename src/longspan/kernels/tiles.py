@@ -109,6 +109,14 @@ def accumulated(a, b, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def append(List, count, items, live):
+    """Puts the live items on a list, in order; all threads must meet before it is read."""
+    place = count + tl.cumsum(live.to(tl.int32), 0) - 1
+    tl.store(List + place, items, mask=live)
+    return count + tl.sum(live.to(tl.int32), 0)
+
+
+@triton.jit
 def block_of_queries(H, NQ, TQ, TK, M: tl.constexpr):
     """Which block of queries this program has: long rows first, neighbours share their keys."""
     pair, block = tl.program_id(0) // NQ, NQ - 1 - tl.program_id(0) % NQ
