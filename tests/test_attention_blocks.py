@@ -13,7 +13,7 @@ from attention_cases import Case, attend, call_of, gradients, map_call_of
 from torch import Tensor
 
 from longspan import attention_weights
-from longspan.functional import chunked, reference
+from longspan.functional import chunked, reference, survivors
 from longspan.functional.scores import Rules, score_block
 
 
@@ -67,16 +67,19 @@ def test_alibi_skips_keys_and_only_dead_ones(
         assert longest == time or slope > 0
 
 
-def test_steep_slopes_make_short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the shipped block sizes, forward and backward."""
+@pytest.mark.parametrize("few", [True, False])
+def test_steep_slopes_make_short_windows(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the shipped block sizes, forward and backward; where few keys survive, the backward makes no scores."""
     time = 4096
+    if not few:
+        monkeypatch.setattr(survivors, "_SHORTEST", time)
     call = call_of(Case(1, 1, 1, time, time, 16, 4, slopes=(1.0,), logits=0.5), torch.float32)
     blocks = spy_on_blocks(monkeypatch, chunked)
     out = attend(call, "chunked")
     forward = len(blocks)
     gradients(out, call)
     assert forward >= time // 512
-    assert len(blocks) == 2 * forward
+    assert len(blocks) == (forward if few else 2 * forward)
     assert max(len(block.keys) for block in blocks) <= 512 + 128
 
 

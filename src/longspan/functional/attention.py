@@ -23,8 +23,9 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _MOST_TOKENS = 1 << 20
 
-# Above this many scores "auto" gives up the square of them for blocks: 64 MiB of float32, on a GPU 1 GiB.
-_DENSE_SCORES = {"cpu": 1 << 24, "cuda": 1 << 28}
+# Above this many scores "auto" gives up the square of them for blocks: 16 MiB of float32, from where on a CPU is faster
+# by blocks, and on a GPU 1 GiB.
+_DENSE_SCORES = {"cpu": 1 << 22, "cuda": 1 << 28}
 
 
 class AttentionStats(NamedTuple):
@@ -340,7 +341,7 @@ def _choose(impl: str, q: Tensor, k: Tensor, v: Tensor, alpha: Alpha) -> str:
     if q.is_cuda and triton_cannot(q, k, v, alpha) is None:
         return "triton"
     scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-    return "reference" if scores <= _DENSE_SCORES.get(q.device.type, 1 << 24) else "chunked"
+    return "reference" if scores <= _DENSE_SCORES.get(q.device.type, _DENSE_SCORES["cpu"]) else "chunked"
 
 
 def _by_head(alpha: Alpha) -> Alpha:

@@ -1,8 +1,9 @@
 """Exact entmax attention in memory linear in the length, forward and backward, in plain PyTorch.
 
-One head and one block of queries at a time: the block's scores are made, solved and dropped; only the anchor of each
-row is kept, from which the backward rebuilds the same weights. Keys that no query of the block can keep are never
-touched: those of the future and, in a head with ALiBi and alpha > 1, those so far back that
+One head and one block of queries at a time: the block's scores are made, solved and dropped. What is kept of a row for
+the backward are its weights and their keys where those are few (`survivors`), else its anchor, from which the backward
+rebuilds the weights. Keys that no query of the block can keep are never touched: those of the future and, in a head
+with ALiBi and alpha > 1, those so far back that
 
     scale |q_i| max_j |k_j| - slope * distance  <=  score(i, i) - 1 / (alpha - 1),
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from longspan.functional.entmax import entmax_vjp
-from longspan.functional.scores import Rules, distances, query_positions, score_block, without_autocast
+from longspan.functional.scores import Rules, query_positions, score_block, without_autocast
+from longspan.functional.survivors import spread, survivors, weighted_sum, weighted_sum_vjp
 from longspan.functional.threshold import Alpha, AlphaRange, Anchor, alpha_range, solve, tau_of, weights
 
 _SCORES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}  # near a CPU's cache; a GPU wants more work at once
@@ -40,6 +42,7 @@ class _Block(NamedTuple):
     kv_head: int
     rows: slice  # of the queries
     keys: slice
+    slope: float
     positions: Tensor  # of those queries among the keys
     key_positions: Tensor
 
@@ -73,19 +76,28 @@ class _Chunked(torch.autograd.Function):
         anchors = Anchor(*(q.new_zeros((batch, num_heads, time), dtype=dtype) for _ in range(2)))
         stats = empty_stats(anchors.score) if with_stats else ()
         ctx.blocks = []
+        kept: list[Tensor] = []
+        learns = any(ctx.needs_input_grad)
         for block in _blocks(q, k, rules, alpha):
-            ctx.blocks.append(block)
             head, rows = block.head, block.rows
-            scores, head_alpha = _block_scores(q, k, rules, alpha, block, dtype)  # (B, rows, keys)
+            head_alpha = _alpha_of(alpha, block, num_heads, dtype)
+            scores = _block_scores(q, k, rules, block, dtype)  # (B, rows, keys)
+            few = survivors(scores, head_alpha, bounds)
+            if few is not None:
+                scores = few.scores  # (B, rows, few)
             anchor = solve(scores, head_alpha, bounds)
             p = weights(scores, head_alpha, anchor, bounds)
-            out[:, head, rows] = (p @ v[:, block.kv_head, block.keys].to(dtype)).to(out.dtype)
+            values = v[:, block.kv_head, block.keys].to(dtype)
+            out[:, head, rows] = p @ values if few is None else weighted_sum(p, few.keys, values)
             anchors.score[:, head, rows] = anchor.score.squeeze(-1)
             anchors.weight[:, head, rows] = anchor.weight.squeeze(-1)
+            if learns:
+                ctx.blocks.append((block, None if few is None else len(kept)))
+                kept += [] if few is None else [p, few.keys.int()]
             if with_stats:
                 for stat, value in zip(stats, _row_stats(p, scores, anchor, head_alpha), strict=True):
                     stat[:, head, rows] = value
-        ctx.save_for_backward(q, k, v, slopes, alpha if isinstance(alpha, Tensor) else None, *anchors)
+        ctx.save_for_backward(q, k, v, slopes, alpha if isinstance(alpha, Tensor) else None, *anchors, *kept)
         ctx.alpha, ctx.rules, ctx.bounds = (None if isinstance(alpha, Tensor) else alpha), rules, bounds
         ctx.mark_non_differentiable(*stats)
         return out, *stats
@@ -94,7 +106,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError('impl="chunked" has no second derivative; use impl="reference"')
-        q, k, v, slopes, alpha_tensor, score, weight = ctx.saved_tensors
+        q, k, v, slopes, alpha_tensor, score, weight, *kept = ctx.saved_tensors
         alpha: Alpha = ctx.alpha if alpha_tensor is None else alpha_tensor
         rules, bounds = replace(ctx.rules, slopes=slopes), ctx.bounds
         dtype = score.dtype
@@ -103,19 +115,30 @@ class _Chunked(torch.autograd.Function):
         wants_alpha = alpha_tensor is not None and ctx.needs_input_grad[4]
         d_slopes = torch.zeros_like(slopes, dtype=dtype) if wants_slopes else None
         d_alpha = torch.zeros(q.shape[1], dtype=dtype, device=q.device) if wants_alpha else None
-        for block in ctx.blocks:
+        for block, place in ctx.blocks:
             head, kv_head, rows, keys = block.head, block.kv_head, block.rows, block.keys
-            scores, head_alpha = _block_scores(q, k, rules, alpha, block, dtype)
-            anchor = Anchor(score[:, head, rows, None], weight[:, head, rows, None])
-            p = weights(scores, head_alpha, anchor, bounds)
-            d_out = grads[0][:, head, rows].to(dtype)
-            d_v[:, kv_head, keys] += p.transpose(-1, -2) @ d_out
-            d_p = d_out @ v[:, kv_head, keys].to(dtype).transpose(-1, -2)
+            d_out, queries = (tensor[:, head, rows].to(dtype) for tensor in (grads[0], q))
+            own_keys, values = (tensor[:, kv_head, keys].to(dtype) for tensor in (k, v))
+            head_alpha = _alpha_of(alpha, block, q.shape[1], dtype)
+            if place is not None:
+                p, few = kept[place : place + 2]
+                d_p, d_values = weighted_sum_vjp(p, few, values, d_out)
+            else:
+                anchor = Anchor(score[:, head, rows, None], weight[:, head, rows, None])
+                p = weights(_block_scores(q, k, rules, block, dtype), head_alpha, anchor, bounds)
+                d_p, d_values = d_out @ values.transpose(-1, -2), p.transpose(-1, -2) @ d_out
             d_scores, d_head_alpha = entmax_vjp(p, head_alpha, d_p, bounds, wants_alpha)
-            d_q[:, head, rows] = d_scores @ k[:, kv_head, keys].to(dtype) * rules.scale
-            d_k[:, kv_head, keys] += d_scores.transpose(-1, -2) @ q[:, head, rows].to(dtype) * rules.scale
+            if place is not None:
+                d_queries = weighted_sum(d_scores, few, own_keys)
+                d_keys = spread(d_scores, few, own_keys, queries)
+            else:
+                d_queries, d_keys = d_scores @ own_keys, d_scores.transpose(-1, -2) @ queries
+            d_v[:, kv_head, keys] += d_values
+            d_q[:, head, rows] = d_queries * rules.scale
+            d_k[:, kv_head, keys] += d_keys * rules.scale
             if d_slopes is not None:
-                d_slopes[head] -= (d_scores * distances(block.positions, block.key_positions, dtype)).sum()
+                seen = block.key_positions if place is None else block.key_positions[few]  # (keys,) or (B, rows, few)
+                d_slopes[head] -= (d_scores * (block.positions[:, None] - seen).abs()).sum()
             if d_alpha is not None and d_head_alpha is not None:
                 d_alpha[head] += d_head_alpha.sum()
         return (
@@ -128,16 +151,24 @@ class _Chunked(torch.autograd.Function):
         )
 
 
-def _block_scores(
-    q: Tensor, k: Tensor, rules: Rules, alpha: Alpha, block: _Block, dtype: torch.dtype
-) -> tuple[Tensor, Alpha]:
-    """The scores of one block, (batch, rows, keys), and the alpha of its head."""
+def _block_scores(q: Tensor, k: Tensor, rules: Rules, block: _Block, dtype: torch.dtype) -> Tensor:
+    """The scores of one block, (batch, rows, keys)."""
     head = slice(block.head, block.head + 1)
     queries = q[:, head, block.rows].to(dtype)
     keys = k[:, block.kv_head : block.kv_head + 1, block.keys].to(dtype)
-    own = replace(rules, slopes=None if rules.slopes is None else rules.slopes[head])
+    # Two passes over all scores that most blocks do without: slopes of 0, and the future, which is in the last keys.
+    own = replace(rules, causal=False, slopes=rules.slopes[head] if rules.slopes is not None and block.slope else None)
     scores = score_block(queries, keys, own, block.positions, block.key_positions).squeeze(1)
-    return scores, alpha.to(dtype).expand(q.shape[1])[head] if isinstance(alpha, Tensor) else alpha
+    if rules.causal:
+        seen = max(block.rows.start + k.shape[2] - q.shape[2] + 1 - block.keys.start, 0)  # by all of these queries
+        future = block.key_positions[seen:] > block.positions[:, None]
+        scores[..., seen:].masked_fill_(future, -torch.inf)
+    return scores
+
+
+def _alpha_of(alpha: Alpha, block: _Block, num_heads: int, dtype: torch.dtype) -> Alpha:
+    """The alpha of a block's head."""
+    return alpha.to(dtype).expand(num_heads)[block.head, None] if isinstance(alpha, Tensor) else alpha
 
 
 def _blocks(q: Tensor, k: Tensor, rules: Rules, alpha: Alpha) -> Iterator[_Block]:
@@ -150,7 +181,6 @@ def _blocks(q: Tensor, k: Tensor, rules: Rules, alpha: Alpha) -> Iterator[_Block
     key_positions = torch.arange(key_time, device=q.device)
     key_limit = key_time if rules.lengths is None else int(rules.lengths.max().clamp(0, key_time))
     at_once = _SCORES_AT_ONCE.get(q.device.type, _SCORES_AT_ONCE["cpu"])
-    most_rows = max(1, min(_MOST_ROWS, at_once // max(1, batch * key_time)))
     slopes = [0.0] * num_heads if rules.slopes is None else rules.slopes.tolist()
     alphas = alpha.expand(num_heads).tolist() if isinstance(alpha, Tensor) else [alpha] * num_heads
     offset = key_time - time
@@ -158,10 +188,13 @@ def _blocks(q: Tensor, k: Tensor, rules: Rules, alpha: Alpha) -> Iterator[_Block
         kv_head = head // (num_heads // k.shape[1])
         windowed = rules.causal and slopes[head] > 0 and alphas[head] > 1
         key_norms = _block_maxima(k[:, kv_head]) if windowed else None
-        for start in range(0, time, most_rows):
-            rows = slice(start, min(start + most_rows, time))
+        start = 0
+        while start < time:
+            sees = min(start + _MOST_ROWS + offset, key_limit) if rules.causal else key_limit
+            rows = slice(start, min(start + max(1, min(_MOST_ROWS, at_once // max(1, batch * sees))), time))
+            start = rows.stop
             stop = min(rows.stop + offset, key_limit) if rules.causal else key_limit
-            if stop <= 0 or (start + offset >= key_limit and rules.lengths is not None):
+            if stop <= 0 or (rows.start + offset >= key_limit and rules.lengths is not None):
                 continue  # these queries see nothing and give zeros
             first = 0
             if key_norms is not None:
@@ -173,7 +206,7 @@ def _blocks(q: Tensor, k: Tensor, rules: Rules, alpha: Alpha) -> Iterator[_Block
             if rules.documents is not None:
                 first = max(first, _first_of_documents(rules.documents, positions[rows], stop))
             keys = slice(first, stop)
-            yield _Block(head, kv_head, rows, keys, positions[rows], key_positions[keys])
+            yield _Block(head, kv_head, rows, keys, slopes[head], positions[rows], key_positions[keys])
 
 
 def _block_maxima(k: Tensor) -> Tensor:

@@ -83,11 +83,11 @@ def newton_steps(n: int) -> int:
 def solve(scores: Tensor, alpha: Alpha, bounds: AlphaRange) -> Anchor:
     """The anchor of every row of `scores`; `alpha` is a float or a tensor of shape ``(..., 1)``."""
     if bounds.high <= 2:
-        return _anchor_at_maximum(scores, alpha)
+        return anchor_at_maximum(scores, alpha)
     if bounds.low > 2:
         return _anchor_at_edge(scores, alpha)
     assert isinstance(alpha, Tensor)
-    dense = _anchor_at_maximum(scores, alpha.clamp_max(2))
+    dense = anchor_at_maximum(scores, alpha.clamp_max(2))
     sparse = _anchor_at_edge(scores, alpha.clamp_min(2))
     at_edge = alpha > 2
     return Anchor(torch.where(at_edge, sparse.score, dense.score), torch.where(at_edge, sparse.weight, dense.weight))
@@ -107,7 +107,8 @@ def tau_of(anchor: Anchor, alpha: Alpha) -> Tensor:
     return a * anchor.score - anchor.weight**a
 
 
-def _anchor_at_maximum(scores: Tensor, alpha: Alpha) -> Anchor:
+def anchor_at_maximum(scores: Tensor, alpha: Alpha, most_steps: int | None = None) -> Anchor:
+    """The anchor for alpha <= 2; after a few steps only, one whose weight is too large, and whose tau too low."""
     top = _finite_maximum(scores)
     gap = scores - top  # (..., n), <= 0
     if not isinstance(alpha, Tensor) and alpha == 1:
@@ -116,7 +117,7 @@ def _anchor_at_maximum(scores: Tensor, alpha: Alpha) -> Anchor:
     weight = torch.ones_like(top)
     look = _may_branch_on_values(gap)
     room = torch.empty_like(gap) if look else None  # fresh memory costs a CPU more than the sums
-    for _ in range(newton_steps(scores.shape[-1])):
+    for _ in range(newton_steps(scores.shape[-1]) if most_steps is None else most_steps):
         mass, slope = moments(gap, weight, alpha, room)
         residual = mass - 1
         before, weight = weight, _step_on_the_norm(weight, mass, slope, alpha)
@@ -191,16 +192,28 @@ def _drop_the_dead(gap: Tensor, weight: Tensor, alpha: Alpha) -> Tensor:
         return gap
     a = alpha - 1
     alive = gap.reshape(-1, width) > (-(weight**a) / a).reshape(-1, 1)
-    counts = alive.to(gap.dtype).sum(-1).long()
-    most = int(counts.max())
-    if most > width // 4:
+    packed = pack(alive, width // 4)
+    if packed is None:
         return gap
-    place = alive.view(-1).nonzero().squeeze(-1)
-    row = place // width
-    column = torch.arange(len(place), device=gap.device) - (counts.cumsum(0) - counts)[row]
-    packed = gap.new_full((len(counts), most), -math.inf)
-    packed[row, column] = gap.reshape(-1)[place]
-    return packed.view(*gap.shape[:-1], most)
+    columns, absent = packed
+    few = gap.reshape(-1, width).gather(-1, columns).masked_fill_(absent, -math.inf)
+    return few.view(*gap.shape[:-1], -1)
+
+
+def pack(chosen: Tensor, most: int) -> tuple[Tensor, Tensor] | None:
+    """The columns that a mask (rows, width) chooses, moved to the left, and where a row has fewer than the longest.
+
+    There the column is 0. None if a row has more than `most`.
+    """
+    counts = chosen.sum(-1)
+    longest = max(int(counts.max()), 1)
+    if longest > most:
+        return None
+    row, column = chosen.nonzero(as_tuple=True)
+    place = torch.arange(len(row), device=chosen.device) - (counts.cumsum(0) - counts)[row]
+    columns = column.new_zeros((len(chosen), longest))
+    columns[row, place] = column
+    return columns, torch.arange(longest, device=chosen.device) >= counts[:, None]
 
 
 def _candidates(scores: Tensor, a: Alpha) -> Tensor:
