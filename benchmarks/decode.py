@@ -42,7 +42,7 @@ BLOCK = 128
 KINDS = ("random", "topics4", "topics16", "nape", "alike")
 AT_ONCE = 1 << 16  # keys that the dense helpers hold in float32
 LEAST_STEPS = 24  # of one CUDA graph
-TUNABLE = ("early", "score", "run", "row", "shares", "held", "short", "value")
+TUNABLE = ("early", "score", "run", "row", "shares", "held", "gather", "short", "value")
 Attend = Callable[["Cache"], Tensor]
 
 
@@ -226,7 +226,7 @@ def traffic(cache: Cache, slopes: Tensor | None, alpha: float, boxes: bool) -> R
     summary = known(cache, slopes, boxes) or (None, None, None)
     scale = cache.q.shape[3] ** -0.5
     made = Decoded(*decode_attention(cache.q, cache.k, cache.v, slopes, *[None] * 4, *summary, alpha, scale, True))
-    pages = int((made.tops > -torch.inf).any(3).any(2).sum())
+    pages = int((made.tops > -torch.inf).any(4).any(2).sum())
     values = survivors(cache, made.maximum - made.height, slopes, alpha) if alpha > 1 else cache.k[..., 0].numel()
     width = cache.q.element_size() * cache.q.shape[3]
     rows = made.maximum.shape[2]
@@ -236,7 +236,7 @@ def traffic(cache: Cache, slopes: Tensor | None, alpha: float, boxes: bool) -> R
         "scratch_bytes": pages * 64 * rows * 4,
         "summary_bytes": sum(part.nbytes for part in summary if part is not None),
         "support": float(made.support.mean()),
-        "pages_unread": 1 - pages / made.tops[:, :, 0, 0].numel(),
+        "pages_unread": 1 - pages / made.tops[:, :, 0, :, 0].numel(),
     }
 
 
@@ -286,15 +286,16 @@ def settings_to_try() -> dict[str, tuple[str, list[Any]]]:
     from longspan.kernels.decode_ops import Launch
 
     scores = [(4, 4, 3), (4, 4, 4), (4, 8, 3), (8, 4, 3), (8, 4, 2), (2, 4, 5), (2, 8, 4), (3, 4, 4)]
-    scores += [(4, 2, 3), (4, 1, 3), (3, 2, 4), (2, 2, 5), (8, 2, 2), (8, 1, 2)]
-    rows = [(1, 4, 3), (1, 8, 3), (1, 8, 4), (1, 16, 3), (2, 8, 3), (2, 4, 3), (1, 2, 3), (4, 8, 3)]
+    scores += [(4, 2, 3), (4, 1, 3), (3, 2, 4), (2, 2, 5), (8, 2, 2), (8, 1, 2), (4, 4, 5), (5, 4, 3), (6, 4, 3)]
+    rows = [(1, 8, 1), (1, 4, 1), (1, 16, 1), (2, 8, 1), (2, 4, 1), (4, 8, 1)]
     return {
         "score": ("SCORE", [Launch(*launch) for launch in scores]),
         "early": ("EARLY", [False, True]),
         "run": ("LONGEST_RUN", [8, 16, 32, 64, 128]),
         "row": ("ROW", [Launch(*launch) for launch in rows]),
         "shares": ("MOST_SHARES", [1, 2, 4, 8]),
-        "held": ("PAGES_HELD", [16, 32, 64]),
+        "held": ("PAGES_HELD", [8, 16, 32, 64]),
+        "gather": ("GATHERED", [1 << 12, 1 << 13, 1 << 14]),
         "short": ("SHORT", [0, 1 << 20]),
         "value": ("VALUE", [Launch(*launch) for launch in [(4, 4, 2), (4, 4, 3), (8, 4, 2), (2, 8, 3)]]),
     }

@@ -252,7 +252,7 @@ def rows_of(call: dict[str, Any], boxes: bool) -> tuple[Tensor, Tensor]:
         above = torch.where(scores == -torch.inf, -torch.inf, scores - scores.amax(-1, keepdim=True) + 103.5)
     above = torch.nn.functional.pad(above, (0, -above.shape[-1] % PAGE), value=-torch.inf)
     tops = decode_ops.Decoded(*decode_ops.decode_attention(*arguments(call, boxes))).tops
-    return above.unflatten(-1, (-1, PAGE)).amax(-1), tops.amax(3).view(*call["q"].shape[:3], -1) == -torch.inf
+    return above.unflatten(-1, (-1, PAGE)).amax(-1), tops.amax(4).view(*call["q"].shape[:3], -1) == -torch.inf
 
 
 def arguments(call: dict[str, Any], boxes: bool) -> tuple[Any, ...]:

@@ -257,9 +257,9 @@ def _by_kernels(
     # Pages beyond the keys have no highest score, and those of other sequences' room hold anything.
     end = torch.full(q.shape[:1], k.shape[2], device=q.device) if lengths is None else lengths
     start = torch.zeros_like(end) if starts is None else starts
-    page = torch.arange(made.tops.shape[-1], device=q.device)
+    page = torch.arange(made.tops.shape[-2], device=q.device)
     there = (page >= start[:, None] // PAGE) & (page * PAGE < end[:, None])  # (B, pages)
-    tops = made.tops.amax(3).view(*q.shape[:3], -1).masked_fill(~there[:, None, None], -torch.inf)
+    tops = made.tops.amax(4).view(*q.shape[:3], -1).masked_fill(~there[:, None, None], -torch.inf)
     if alpha == 1:
         tau, largest, alive = torch.full_like(height, -1.0), height, tops > -torch.inf
     else:

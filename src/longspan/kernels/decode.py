@@ -181,7 +181,7 @@ def _window(Norms, Table, batch, kv_head, begin, stop, positions, slope, valid, 
 def _unread(Tops, line, pages, unread, NP, M: tl.constexpr, CHUNK: tl.constexpr):
     """Pages that are not read have no highest score."""
     for quarter in tl.static_range(4):
-        places = Tops + (line[:, None] * 4 + quarter) * NP + pages[None, :]
+        places = Tops + (line[:, None] * NP + pages[None, :]) * 4 + quarter
         tl.store(places, tl.full([M, CHUNK], float("-inf"), tl.float32), mask=unread)
 
 
@@ -288,7 +288,7 @@ def score_kernel(Q, K, Scores, Tops, Pages, Arrivals, Slopes, Scales, Lengths, S
     Scores += (pair * ROWS + tl.program_id(2) * M) * NP * 64
     Tops += (pair * ROWS + tl.program_id(2) * M) * NP * 4
     score_places = row * (NP * 64) + quarters * 16 + tl.arange(0, 16)[None, :, None]
-    top_places = (row * 4 + quarters) * NP
+    top_places = row * (NP * 4) + quarters
     valid = tl.broadcast_to(valid[None, None, :], [4, 1, M])
     for index in range(0, count):
         page = begin + index
@@ -300,5 +300,5 @@ def score_kernel(Q, K, Scores, Tops, Pages, Arrivals, Slopes, Scales, Lengths, S
         top = tl.max(z, 1, keep_dims=True)
         highest = tl.maximum(highest, top)
         _put(Scores + page * 64, score_places, z, tl.broadcast_to(valid & (top >= highest - reach), [4, 16, M]))
-        _put(Tops + page, top_places, top, valid)
+        _put(Tops + page * 4, top_places, top, valid)
     ending(EARLY)

@@ -17,7 +17,7 @@ from longspan.kernels.tiles import contiguous, padded
 
 MOST_ROWS = 64  # of one tile: heads that share a key head, times their queries
 BOXES_AT_ONCE = 64
-GATHERED = 1 << 14  # bytes of values at once
+GATHERED = 1 << 13  # bytes of values at once
 MOST_HELD = 1 << 14  # pages whose highest scores a program holds: a million keys
 UNDERFLOW = 104.0  # exp(-104) is 0 in float32
 
@@ -33,10 +33,10 @@ class Launch(NamedTuple):
 # Of scores: as many programs as can run at once, or if their runs of pages are too long for them to end together, more.
 SCORE = Launch(4, 4, 3)
 LONGEST_RUN = 64  # pages
-EARLY = False  # whether the programs of a stage may take their places while the last of the one before still run
-ROW = Launch(1, 8, 4)
+EARLY = True  # on Hopper and after, a stage's programs may take their places while the last of the one before run
+ROW = Launch(1, 8, 1)
 MOST_SHARES = 8  # programs of one row
-PAGES_HELD = 32  # whose scores a program of a row holds
+PAGES_HELD = 32  # whose scores a program of a row holds; half of them in short caches
 VALUE = Launch(4, 4, 2)
 # Up to so many pages a row's list holds all of its keys, and there is no third stage.
 SHORT = 256
@@ -111,6 +111,10 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def pages_held(pages: int) -> int:
+    return PAGES_HELD // 2 if pages <= SHORT else PAGES_HELD
+
+
 def row_warps(pages: int) -> int:
     """Enough for the highest scores of that many pages to lie in registers."""
     return ROW.warps * (1 + (pages > 4096))
@@ -124,7 +128,7 @@ class Decoded(NamedTuple):
     height: Tensor  # of the threshold below it; softmax: the largest weight; above alpha 2 the weight of that survivor
     support: Tensor
     entropy: Tensor
-    tops: Tensor  # (batch, kv_heads, rows, 4, pages), the highest a * score of a page's quarters, -inf if not read
+    tops: Tensor  # (batch, kv_heads, rows, pages, 4), the highest a * score of a page's quarters, -inf if not read
 
 
 def _decoded(q: Tensor, v: Tensor, shape: Shape, stats: bool) -> Decoded:
@@ -136,7 +140,7 @@ def _decoded(q: Tensor, v: Tensor, shape: Shape, stats: bool) -> Decoded:
         torch.empty_like(line),
         line.new_empty(counted),
         line.new_empty(counted),
-        line.new_empty(*line.shape, 4, shape.pages),
+        line.new_empty(*line.shape, shape.pages, 4),
     )
 
 
@@ -187,8 +191,18 @@ def _step_of(q: Tensor, k: Tensor, v: Tensor, cache: list[Tensor | None], alpha:
     )  # fmt: skip
 
 
-def _launched() -> dict[str, Any]:
-    return {"launch_pdl": True} if EARLY else {}
+@lru_cache
+def _has_dependent_launches(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _early(device: torch.device) -> bool:
+    return EARLY and _has_dependent_launches(device)
+
+
+def _launched(device: torch.device) -> dict[str, Any]:
+    """For stages that follow another."""
+    return {"EARLY": True, "launch_pdl": True} if _early(device) else {"EARLY": False}
 
 
 def _precision(q: Tensor) -> str:
@@ -235,7 +249,7 @@ def _score(
         q, k, step.scores, step.made.tops, step.lists, step.arrivals, slopes, scales, step.lengths, step.starts, table,
         norms, bounds, floors, unit, scale, step.reach, *q.stride(), *k.stride(), *norm_strides, step.table_stride,
         *sizes, blocks, splits, NORMS=norms is not None, BOXES=low is not None, CHUNK=64,
-        EARLY=EARLY, num_warps=SCORE.warps, num_stages=stages, **options,
+        EARLY=_early(q.device), num_warps=SCORE.warps, num_stages=stages, **options,
     )  # fmt: skip
 
 
@@ -249,9 +263,10 @@ def _rows(step: _Step, v: Tensor, most: int, many: Tensor | None) -> None:
         step.lengths, step.starts, step.table, *powers_of(alpha), 1e-4, step.reach,
         *v.stride(), step.table_stride, shape.kv_heads, step.time, shape.rows, width, shape.pages, most,
         KIND=step.kind, CONVEX=alpha <= 2, STATS=step.stats, DEFER=many is not None,
-        SHARES=shares, CHUNK=min(MOST_HELD, max(64, triton.next_power_of_2(shape.pages))), AT_ONCE=PAGES_HELD,
-        GATHER=GATHERED // (padded(width) * v.element_size()), BLOCK_DV=padded(width), num_warps=row_warps(shape.pages),
-        STAGES=ROW.stages, EARLY=EARLY, **_launched(), **step.there(),
+        SHARES=shares, CHUNK=min(MOST_HELD, max(64, triton.next_power_of_2(shape.pages))),
+        AT_ONCE=pages_held(shape.pages), GATHER=GATHERED // (padded(width) * v.element_size()), BLOCK_DV=padded(width),
+        num_warps=row_warps(shape.pages),
+        **_launched(v.device), **step.there(),
     )  # fmt: skip
 
 
@@ -266,8 +281,8 @@ def _values(step: _Step, v: Tensor, many: Tensor) -> None:
         shape.kv_heads, step.time, shape.rows, width, shape.pages, splits,
         KIND=step.kind, PRECISION=_precision(v), STATS=step.stats, M=shape.tile, CHUNK=64,
         PARTS=triton.next_power_of_2(splits), BLOCK_DV=padded(width),
-        num_warps=VALUE.warps * (1 + (shape.tile > 32)), num_stages=VALUE.stages, EARLY=EARLY,
-        **_launched(), **step.there(),
+        num_warps=VALUE.warps * (1 + (shape.tile > 32)), num_stages=VALUE.stages, **_launched(v.device),
+        **step.there(),
     )  # fmt: skip
 
 

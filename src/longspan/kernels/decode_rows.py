@@ -66,22 +66,20 @@ def _sums(z, top, height, r, KIND: tl.constexpr):
 
 
 @triton.jit
-def _tops(Tops, block, stop, NP, CHUNK: tl.constexpr):
+def _tops(Tops, block, stop, CHUNK: tl.constexpr):
     """The highest scores of a block of pages, and which pages these are."""
     pages = block + tl.arange(0, CHUNK)
-    highest = tl.load(Tops + pages, mask=pages < stop, other=float("-inf"))
-    for quarter in tl.static_range(1, 4):
-        highest = tl.maximum(highest, tl.load(Tops + quarter * NP + pages, mask=pages < stop, other=float("-inf")))
-    return highest, pages
+    places = Tops + pages[:, None] * 4 + tl.arange(0, 4)[None, :]
+    return tl.max(tl.load(places, mask=(pages < stop)[:, None], other=float("-inf")), 1), pages
 
 
 @triton.jit
-def _norm_of_tops(held, Tops, first, stop, NP, top, height, r, KIND: tl.constexpr, CHUNK: tl.constexpr):
+def _norm_of_tops(held, Tops, first, stop, top, height, r, KIND: tl.constexpr, CHUNK: tl.constexpr):
     """The norm of the highest scores of the pages above the threshold, its slope, and how many pages these are; the
     first CHUNK are held."""
     mass, gain_mass, alive = _sums(held, top, height, r, KIND)
     for block in range(first + CHUNK, stop, CHUNK):
-        z, _pages = _tops(Tops, block, stop, NP, CHUNK)
+        z, _pages = _tops(Tops, block, stop, CHUNK)
         more_mass, more_gain, more_alive = _sums(z, top, height, r, KIND)
         mass += more_mass
         gain_mass += more_gain
@@ -91,7 +89,7 @@ def _norm_of_tops(held, Tops, first, stop, NP, top, height, r, KIND: tl.constexp
 
 
 @triton.jit
-def _least_height(held, Tops, first, stop, NP, top, a, r,
+def _least_height(held, Tops, first, stop, top, a, r,
                   KIND: tl.constexpr, CONVEX: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
     """A height that the row's does not exceed: that of its pages' highest scores alone, or a little more.
 
@@ -103,7 +101,7 @@ def _least_height(held, Tops, first, stop, NP, top, a, r,
         rounds = tl.zeros([], tl.int32)
         going = rounds == 0
         while going:
-            norm, steepness, alive = _norm_of_tops(held, Tops, first, stop, NP, top, height, r, KIND, CHUNK)
+            norm, steepness, alive = _norm_of_tops(held, Tops, first, stop, top, height, r, KIND, CHUNK)
             height -= tl.maximum((norm - 1.0) / steepness, 0.0)
             rounds += 1
             going = (norm > 1.05) & (alive > AT_ONCE) & (rounds < 12)
@@ -111,7 +109,7 @@ def _least_height(held, Tops, first, stop, NP, top, a, r,
         nothing = top * 0.0
         low, low_norm, high, high_norm = nothing, nothing, height, nothing
         for _ in range(10):
-            norm, _steepness, _alive = _norm_of_tops(held, Tops, first, stop, NP, top, height, r, KIND, CHUNK)
+            norm, _steepness, _alive = _norm_of_tops(held, Tops, first, stop, top, height, r, KIND, CHUNK)
             height, low, low_norm, high, high_norm = secant_step(norm, height, low, low_norm, high, high_norm)
         height = high
     # A hair more, so that rounding kills no survivor: an error of a sum of powers 1/a is one of a times that in height.
@@ -119,23 +117,23 @@ def _least_height(held, Tops, first, stop, NP, top, a, r,
 
 
 @triton.jit
-def _scores(Scores, Tops, Pages, index, count, maximum, depth, NP, AT_ONCE: tl.constexpr):
+def _scores(Scores, Tops, Pages, index, count, maximum, depth, AT_ONCE: tl.constexpr):
     """The scores of a block of listed pages in one row, which is cheaper to sum than two dims, and their keys.
 
     Those of a quarter that lies `depth` below the row's maximum were perhaps never stored.
     """
     which = index + tl.arange(0, AT_ONCE)
     page = tl.load(Pages + which, mask=which < count, other=0)
-    key = tl.arange(0, 64)[None, :]
-    there = (which < count)[:, None]
-    z = tl.load(Scores + page[:, None] * 64 + key, mask=there, other=float("-inf"))
-    highest = tl.load(Tops + key // 16 * NP + page[:, None], mask=there, other=float("-inf"))
-    z = tl.where(highest - maximum + depth > 0, z, float("-inf"))
-    return tl.reshape(z, [AT_ONCE * 64]), tl.reshape(page[:, None] * 64 + key, [AT_ONCE * 64])
+    quarter = page[:, None] * 4 + tl.arange(0, 4)[None, :]
+    highest = tl.load(Tops + quarter, mask=(which < count)[:, None], other=float("-inf"))
+    key = quarter[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    z = tl.load(Scores + key, mask=(which < count)[:, None, None], other=float("-inf"))
+    z = tl.where((highest - maximum + depth > 0)[:, :, None], z, float("-inf"))
+    return tl.reshape(z, [AT_ONCE * 64]), tl.reshape(key, [AT_ONCE * 64])
 
 
 @triton.jit
-def _solved(held, Scores, Tops, Pages, count, top, height, depth, r, tolerance, NP,
+def _solved(held, Scores, Tops, Pages, count, top, height, depth, r, tolerance,
             KIND: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
     """The height of a row's threshold, from one above it; alpha <= 2."""
     nothing = top * 0.0
@@ -145,7 +143,7 @@ def _solved(held, Scores, Tops, Pages, count, top, height, depth, r, tolerance, 
     while going:
         mass, gain_mass, support = _sums(held, top, height, r, KIND)
         for index in range(AT_ONCE, count, AT_ONCE):
-            z, _keys = _scores(Scores, Tops, Pages, index, count, top, depth, NP, AT_ONCE)
+            z, _keys = _scores(Scores, Tops, Pages, index, count, top, depth, AT_ONCE)
             more_mass, more_gain, more_support = _sums(z, top, height, r, KIND)
             mass += more_mass
             gain_mass += more_gain
@@ -161,7 +159,7 @@ def _solved(held, Scores, Tops, Pages, count, top, height, depth, r, tolerance, 
 
 
 @triton.jit
-def _edge(held, Scores, Tops, Pages, count, top, height, depth, a, r, NP,
+def _edge(held, Scores, Tops, Pages, count, top, height, depth, a, r,
           KIND: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
     """The smallest survivor of a row and its weight, alpha > 2, from a height that the row's does not exceed."""
     edge = below_all(top, height)
@@ -173,7 +171,7 @@ def _edge(held, Scores, Tops, Pages, count, top, height, depth, a, r, NP,
         p, u = trial_of(weight, lowest, highest, a)
         mass, others, ties, below, above = _joined(*parts_at(held, edge, p, u, r, KIND))
         for index in range(AT_ONCE, count, AT_ONCE):
-            z, _keys = _scores(Scores, Tops, Pages, index, count, top, depth, NP, AT_ONCE)
+            z, _keys = _scores(Scores, Tops, Pages, index, count, top, depth, AT_ONCE)
             more_mass, more_others, more_ties, lower, higher = _joined(*parts_at(z, edge, p, u, r, KIND))
             mass += more_mass
             others += more_others
@@ -219,7 +217,7 @@ def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, 
                KIND: tl.constexpr, CONVEX: tl.constexpr, LENGTHS: tl.constexpr, STARTS: tl.constexpr,
                PAGED: tl.constexpr, STATS: tl.constexpr, DEFER: tl.constexpr,
                SHARES: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, GATHER: tl.constexpr,
-               STAGES: tl.constexpr, EARLY: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+               EARLY: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The maximum of a row, the height of its threshold below it (softmax: the largest weight; alpha > 2: its edge and
     the weight of that), and its output.
 
@@ -232,40 +230,40 @@ def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, 
     _end, _start, first, stop = pages_of(batch, Lengths, Starts, TK, LENGTHS, STARTS)
     Tops += line * 4 * NP
     beginning(EARLY)
-    tops, pages = _tops(Tops, first, stop, NP, CHUNK)
+    tops, pages = _tops(Tops, first, stop, CHUNK)
     top = tl.max(tops, 0)
     for block in range(first + CHUNK, stop, CHUNK):
-        z, _pages = _tops(Tops, block, stop, NP, CHUNK)
+        z, _pages = _tops(Tops, block, stop, CHUNK)
         top = tl.maximum(top, tl.max(z, 0))
     sees = top > float("-inf")
     top = tl.where(sees, top, 0.0)
     height = tl.where(sees, 1.0, 0.0)
     if KIND != 0:
-        least = _least_height(tops, Tops, first, stop, NP, top, a, r, KIND, CONVEX, CHUNK, AT_ONCE)
+        least = _least_height(tops, Tops, first, stop, top, a, r, KIND, CONVEX, CHUNK, AT_ONCE)
         height = tl.where(sees, least, 0.0)
     # Below this a weight is 0: the threshold, for softmax where exp underflows. If all is left over, none is looked at.
     depth = -1.0 if ALL_LATER else height * reach
     Pages += (line * SHARES + split) * NP
     alive_pages = append(Pages, 0, pages, tops - top + depth > 0)
     for block in range(first + CHUNK, stop, CHUNK):
-        z, pages = _tops(Tops, block, stop, NP, CHUNK)
+        z, pages = _tops(Tops, block, stop, CHUNK)
         alive_pages = append(Pages, alive_pages, pages, z - top + depth > 0)
     tl.debug_barrier()
     Scores += line * NP * 64
     maximum = top
-    held, keys = _scores(Scores, Tops, Pages, 0, alive_pages, maximum, depth, NP, AT_ONCE)
+    held, keys = _scores(Scores, Tops, Pages, 0, alive_pages, maximum, depth, AT_ONCE)
     if not CONVEX:
-        edge, weight = _edge(held, Scores, Tops, Pages, alive_pages, maximum, height, depth, a, r, NP, KIND, AT_ONCE)
+        edge, weight = _edge(held, Scores, Tops, Pages, alive_pages, maximum, height, depth, a, r, KIND, AT_ONCE)
         top, height = tl.where(sees, edge, 0.0), tl.where(sees, weight, 0.0)
     elif KIND != 0:
-        height = _solved(held, Scores, Tops, Pages, alive_pages, maximum, height, depth, r, tolerance, NP,
+        height = _solved(held, Scores, Tops, Pages, alive_pages, maximum, height, depth, r, tolerance,
                          KIND, AT_ONCE)  # fmt: skip
         height = tl.where(sees, height, 0.0)
 
     Keys += line * MOST
     count, mass, entropy = _kept(held, keys, Keys, 0, top, height, a, r, split, MOST, KIND, STATS, SHARES, GATHER)
     for index in range(AT_ONCE, alive_pages, AT_ONCE):
-        z, keys = _scores(Scores, Tops, Pages, index, alive_pages, maximum, depth, NP, AT_ONCE)
+        z, keys = _scores(Scores, Tops, Pages, index, alive_pages, maximum, depth, AT_ONCE)
         count, more_mass, more_entropy = _kept(
             z, keys, Keys, count, top, height, a, r, split, MOST, KIND, STATS, SHARES, GATHER)  # fmt: skip
         mass += more_mass
@@ -296,7 +294,7 @@ def row_kernel(V, Scores, Tops, Pages, Keys, Maximum, Height, Support, Entropy, 
     if PAGED:
         Table += batch * t_b
     out = tl.zeros([GATHER, BLOCK_DV], tl.float32)
-    for block in tl.range(split, blocks, SHARES, num_stages=STAGES):
+    for block in range(split, blocks, SHARES):
         which = block * GATHER + tl.arange(0, GATHER)
         key = tl.load(Keys + which, mask=which < count, other=0)
         z = tl.load(Scores + key, mask=which < count, other=float("-inf"))

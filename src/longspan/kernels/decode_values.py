@@ -75,7 +75,7 @@ def value_kernel(V, Scores, Tops, Pages, Maximum, Height, Support, Entropy, Part
         there = wanted_row[:, None] & (pages < stop)[None, :]
         z = tl.full([M, CHUNK], float("-inf"), tl.float32)
         for quarter in tl.static_range(4):
-            places = Tops + (line[:, None] * 4 + quarter) * NP + pages[None, :]
+            places = Tops + (line[:, None] * NP + pages[None, :]) * 4 + quarter
             z = tl.maximum(z, tl.load(places, mask=there, other=float("-inf")))
         alive = _reached(z, top[:, None], depth[:, None], KIND)
         count = append(Pages, count, pages, tl.max(alive.to(tl.int32), 0) > 0)
@@ -92,7 +92,7 @@ def value_kernel(V, Scores, Tops, Pages, Maximum, Height, Support, Entropy, Part
         # A page is listed for all rows of the tile; scores of a quarter that cannot matter to a row were never stored.
         z = tl.load(Scores + line[:, None] * NP * 64 + page * 64 + key, mask=wanted_row[:, None], other=float("-inf"))
         for quarter in tl.static_range(4):
-            highest = tl.load(Tops + (line * 4 + quarter) * NP + page, mask=wanted_row, other=float("-inf"))
+            highest = tl.load(Tops + (line * NP + page) * 4 + quarter, mask=wanted_row, other=float("-inf"))
             alive = _reached(highest, top, depth, KIND)[:, None]
             z = tl.where(alive | (key // 16 != quarter), z, float("-inf"))
         p = weights_of_row(z, top[:, None], height[:, None], a, r, KIND)
