@@ -69,20 +69,6 @@ def ours(slopes: Tensor | None, alpha: float) -> Attend:
     return lambda q, k, v: longspan.attention(q, k, v, alpha=alpha, slopes=slopes, impl="triton")
 
 
-def screened(attend: Attend) -> Attend:
-    """With a look at every tile in 8 bits before the survey's."""
-    from longspan.kernels import ops
-
-    def attend_screened(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        before, ops.SCREENED_FROM = ops.SCREENED_FROM, 0
-        try:
-            return attend(q, k, v)
-        finally:
-            ops.SCREENED_FROM = before
-
-    return attend_screened
-
-
 def sdpa(backend: SDPBackend) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
@@ -109,11 +95,9 @@ def adasplash() -> Attend:
 
 
 def implementations(
-    kind: str, slopes: Tensor | None, length: int, alphas: list[float], peers: list[str], with_screen: bool
+    kind: str, slopes: Tensor | None, length: int, alphas: list[float], peers: list[str]
 ) -> dict[str, Attend]:
     found = {f"entmax {alpha:g}" if alpha > 1 else "softmax, ours": ours(slopes, alpha) for alpha in alphas}
-    if with_screen:
-        found |= {f"{name} screened": screened(found[name]) for name in list(found) if name.startswith("entmax")}
     if "flash" in peers:
         found["flash"] = sdpa(SDPBackend.FLASH_ATTENTION)
     if "cudnn" in peers:
@@ -186,7 +170,6 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), type=kind_named)
     parser.add_argument("--alphas", nargs="+", type=float, default=[1.5])
     parser.add_argument("--peers", nargs="*", default=["flash", "cudnn", "flex", "adasplash"])
-    parser.add_argument("--screened", action="store_true", help="Time ours with the look in 8 bits too.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=math.inf, help="Start no new cell after so long.")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.jsonl"))
@@ -204,7 +187,7 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure and write every cell, as long as there is time."""
     origin, begun = provenance("cuda"), time.monotonic()
-    print(f"{'dim':>4} {'length':>7} {'kind':9} {'':19} {'forward':>9} {'+backward':>10} {'MiB':>7} {'dead tiles':>10}")
+    print(f"{'dim':>4} {'length':>7} {'kind':9} {'':14} {'forward':>9} {'+backward':>10} {'MiB':>7} {'dead tiles':>10}")
     for dim in arguments.dims:
         for length in arguments.lengths:
             for kind in arguments.kinds:
@@ -212,7 +195,7 @@ def run(arguments: argparse.Namespace) -> None:
                     print("out of time: the rest is left out")
                     return
                 inputs, slopes = workload(kind, length, dim)
-                attend = implementations(kind, slopes, length, arguments.alphas, arguments.peers, arguments.screened)
+                attend = implementations(kind, slopes, length, arguments.alphas, arguments.peers)
                 for name, (forward, both) in measure(attend, inputs, arguments.rounds).items():
                     row: Row = {"dim": dim, "length": length, "kind": kind, "name": name}
                     row |= {"forward_ms": forward, "both_ms": both, "mebibytes": memory(attend[name], inputs)}
@@ -231,7 +214,7 @@ def run(arguments: argparse.Namespace) -> None:
                         dead = f"{100 * row['block_sparsity']:.0f} %"
                     append_rows(arguments.out, [row | origin])
                     print(
-                        f"{dim:4} {length:7} {kind:9} {name:19} {forward:9.3f} {both:10.3f} "
+                        f"{dim:4} {length:7} {kind:9} {name:14} {forward:9.3f} {both:10.3f} "
                         f"{row['mebibytes']:7.0f} {dead:>10}",
                         flush=True,
                     )

@@ -20,7 +20,6 @@ from longspan.kernels import (
     norms,
     output,
     rows,
-    screen,
     short,
     softmax,
     solve,
@@ -32,7 +31,6 @@ from longspan.kernels import (
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {"List": "i16", "Live": "i8", "Counts": "i32", "Ranges": "i32", "Lengths": "i64", "Documents": "i32"}
 POINTERS |= {"Pages": "i32", "Table": "i32", "Starts": "i64", "Keys": "i32", "Arrivals": "i32", "Many": "i32"}
-POINTERS |= {"Rounded": "i8", "Screened": "i16", "Left": "i32"}
 POINTERS |= {"Copies": "u8", "Held": "i32", "Over": "i32", "LowGradients": "bf16", "LowCopies": "bf16"}
 HALVES = {"Q", "K", "V", "O", "dO", "dQ", "dK", "dV", "Low", "High"}
 HALVES |= {"Update", "dUpdate", "Normed", "dNormed", "Joint", "dJoint", "Out", "dOut"}
@@ -54,8 +52,6 @@ OPTIONAL = {
     "Many": "DEFER",
     "Over": "COLLECTED",
     "EdgeGain": "ABOVE_2",
-    "Screened": "SCREENED",
-    "Left": "SCREENED",
     "Residue": "REFINE",
     "Average": "AVERAGE",
     "Update": "AFTER",
@@ -73,8 +69,8 @@ PLAIN: dict[str, Any] = {
     "M": 32, "N": 32, "PART": 32, "KEYS": 32, "CHUNK": 256, "BLOCK_D": 32, "BLOCK_DV": 32,
     "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 16, "PROBES": 4,
     "EARLY": True, "COLLECTED": True, "REFINE": False, "CAP": 64, "DEFER": True, "SHARES": 4,
-    "GATHER": 16, "PARTS": 16, "STAGES": 3, "AVERAGE": False, "AFTER": True, "BEFORE": True, "KEEP": True,
-    "ADD": True, "BLOCK": 256, "PLACES": False, "ABOVE_2": False, "SCREENED": False, "NEAREST": 4,
+    "GATHER": 16, "PARTS": 16, "AVERAGE": False, "AFTER": True, "BEFORE": True, "KEEP": True,
+    "ADD": True, "BLOCK": 256, "PLACES": False, "ABOVE_2": False,
 }  # fmt: skip
 SPARSE: dict[str, dict[str, Any]] = {
     "slopes": {"SLOPES": True},
@@ -157,16 +153,8 @@ MEASURED: dict[str, dict[str, Any]] = {
     "float32": {"PRECISION": "ieee", "SLOPES": True},
 }
 
-SCREENING: dict[str, dict[str, Any]] = {
-    f"heads_of_{dim}": {"M": 128, "N": 128, "BLOCK_D": dim, "AT_ONCE": 32, "SLOPES": True, "WARPS": 8, "REGISTERS": 128}
-    for dim in (32, 64, 128)
-}
-SCREENING["documents"] = SCREENING["heads_of_64"] | {"DOCUMENTS": True, "CAUSAL": False}
-
 KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
-    "round": (screen.round_kernel, {"tile": {"N": 128, "BLOCK_D": 128, "WARPS": 8}}),
-    "screen": (screen.screen_kernel, SCREENING),
-    "survey": (survey.survey_kernel, SPARSE | {"screened": {"SCREENED": True, "SLOPES": True}}),
+    "survey": (survey.survey_kernel, SPARSE),
     "collect": (candidates.collect_kernel, COLLECTING),
     "root": (candidates.root_kernel, ROOTS),
     "solve": (solve.solve_kernel, SPARSE),

@@ -11,14 +11,11 @@ from longspan.kernels.backward import column_kernel, key_kernel, query_kernel
 from longspan.kernels.candidates import capacity, collect_kernel, room_for, root_kernel
 from longspan.kernels.edges import edge_kernel
 from longspan.kernels.output import output_kernel
-from longspan.kernels.screen import AT_ONCE, NEAREST, round_kernel, screen_kernel
 from longspan.kernels.softmax import softmax_kernel
 from longspan.kernels.solve import solve_kernel
 from longspan.kernels.solver import SOFTMAX, kind_of, powers_of, survey_power, tau_and_largest
 from longspan.kernels.survey import survey_kernel
 from longspan.kernels.tiles import contiguous, like_tokens, padded, room_for_output, small_ids
-
-SCREENED_FROM: int | None = None  # keys from which on tiles are screened before they are surveyed; not timed yet
 
 
 class Launch(NamedTuple):
@@ -81,7 +78,8 @@ def blocks_of(q: Tensor, v: Tensor) -> Blocks:
     if width <= 128:
         square, wide = Launch(128, 8, 2, 128), Launch(64, 8, 3)
         alone = Launch(32, 8, 3, 128) if length <= 4096 else wide
-        return Blocks(rows, keys, square, collect, square, wide, alone, wide, Launch(64, 4, 2), 64)
+        query = Launch(32, 8, 3, 128) if length <= 2048 else wide
+        return Blocks(rows, keys, square, collect, square, wide, alone, query, Launch(64, 4, 2), 64)
     wide = Launch(32, 8, 2)
     return Blocks(rows, keys, Launch(64, 8, 2), Launch(64, 4, 2), Launch(64, 8, 2), wide, wide, wide, wide, 64)
 
@@ -164,30 +162,6 @@ def _document_ranges(q: Tensor, k: Tensor, documents: Tensor, blocks: Blocks) ->
     before_mask = numbers <= (positions[:: blocks.rows, None] + 1).clamp_min(0) // blocks.keys
     stop, inner = (meet * numbers).amax(-1), (~alike & before_mask).mul(numbers).amax(-1)
     return torch.stack([torch.minimum(meet.long().argmax(-1), stop), stop, inner], -1).int()
-
-
-def _screen(
-    q: Tensor, k: Tensor, slopes: Tensor | None, lengths: Tensor | None, ranges: Tensor | None,
-    a: float, scale: float, tiles: Tensor, constants: dict[str, Any],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Lists like `tiles` of those that the survey must look at, and how many these are; None if nothing is screened."""
-    if SCREENED_FROM is None or k.shape[2] < SCREENED_FROM or q.dtype == torch.float32:
-        return None, None
-    batch, heads, rows, keys = tiles.shape
-    width, kv_heads = max(32, constants["BLOCK_D"]), k.shape[1]
-    rounded = k.new_empty(batch, kv_heads, keys * constants["N"], width, dtype=torch.int8)
-    measures = k.new_empty(batch, kv_heads, keys, 3, dtype=torch.float32)
-    round_kernel[(batch * kv_heads * keys,)](
-        k, rounded, measures, *k.stride(), kv_heads, k.shape[2], k.shape[3], keys,
-        N=constants["N"], BLOCK_D=width, num_warps=8,
-    )  # fmt: skip
-    left, counts = torch.empty_like(tiles), tiles.new_empty(tiles.shape[:3], dtype=torch.int32)
-    screen_kernel[(batch * heads * rows,)](
-        q, rounded, measures, left, counts, slopes, lengths, ranges, a, scale, *q.stride(),
-        heads, heads // kv_heads, q.shape[2], k.shape[2], q.shape[3], rows, keys,
-        AT_ONCE=AT_ONCE, NEAREST=NEAREST, num_warps=8, num_stages=3, maxnreg=128, **constants | {"BLOCK_D": width},
-    )  # fmt: skip
-    return left, counts
 
 
 def _largest_norms(k: Tensor) -> Tensor:
@@ -300,12 +274,10 @@ def long_attention(
     norms = None if slopes is None else _largest_norms(k)
     survey_kind, survey_r = survey_power(alpha)
     kind, mask_all, block_dv = _kind(q, alpha), constants.pop("MASK_ALL"), constants.pop("BLOCK_DV")
-    masks = constants | {"MASK_ALL": mask_all}
-    left = _screen(q, k, slopes, lengths, ranges, a, scale, made.tiles, masks)
     survey_kernel[grid](
-        q, k, made.maximum, made.height, bound, hint, made.tiles, made.counts, *left,
+        q, k, made.maximum, made.height, bound, hint, made.tiles, made.counts,
         slopes, lengths, documents, ranges, norms, a, survey_r, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
-        KIND=survey_kind, GUESS=kind == 4, SCREENED=left[0] is not None, **blocks.survey.options(), **masks,
+        KIND=survey_kind, GUESS=kind == 4, MASK_ALL=mask_all, **blocks.survey.options(), **constants,
     )  # fmt: skip
     found, edge_gain, most = None, made.edge_gain if alpha > 2 else None, _most_gain(q.dtype)
     # Where weights are roots of distances to a score, a score must be the same number wherever it is made.

@@ -103,16 +103,14 @@ def _survey_tile(product, tile, positions, own, maximum, height, line, slope_of_
 
 
 @triton.jit
-def _whole_tiles(q, K, k_t, k_d, begin, end, whole, Screened, listed, positions, own, maximum, height, line,
-                 slope_of_line, mass, gain_mass, fallen, count, masked, List, a, r, scale, slope, limit, Documents,
-                 TK, D, KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
-                 DOCUMENTS: tl.constexpr, SCREENED: tl.constexpr, PRECISION: tl.constexpr, ABOVE_0: tl.constexpr,
+def _whole_tiles(q, K, k_t, k_d, begin, end, whole, positions, own, maximum, height, line, slope_of_line, mass,
+                 gain_mass, fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK, D,
+                 KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
+                 DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ABOVE_0: tl.constexpr,
                  N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """The tiles `begin` to `end` before the tile `whole`, nearest first, or of those that a screen has left."""
+    """The tiles `begin` to `end` before the tile `whole`, nearest first."""
     for index in range(begin, end):
         tile = whole - 1 - index
-        if SCREENED:
-            tile = tl.where(listed, tl.load(Screened + index).to(tl.int32), tile)
         k = load_tile(K, tile * N, k_t, k_d, TK, D, N, BLOCK_D, WHOLE=True)
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _survey_tile(
@@ -123,16 +121,14 @@ def _whole_tiles(q, K, k_t, k_d, begin, end, whole, Screened, listed, positions,
 
 
 @triton.jit(do_not_specialize=SIZES)
-def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Screened, Left,
-                  Slopes, Lengths, Documents, Ranges, KeyNorms, a, r, scale,
-                  q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
+def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Lengths, Documents, Ranges, KeyNorms,
+                  a, r, scale, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
                   KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
-                  LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, SCREENED: tl.constexpr,
-                  PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                  LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr,
+                  M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """The maximum of every row, a height that its threshold does not lie below, and the list of live tiles.
 
-    SCREENED: of the tiles without a mask only those are looked at that `screen.py` has left. `Bound` keeps that height
-    when others move on. And a hint for the solver: where the height will be (GUESS), or the
+    `Bound` keeps that height when others move on. And a hint for the solver: where the height will be (GUESS), or the
     slope of the norm in it.
     """
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
@@ -175,26 +171,20 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Screened, Le
         inner = tl.maximum(inner, ((first + TK - TQ).to(tl.float32) - window).to(tl.int32) // N)
         inner = tl.minimum(inner, whole)
     # Once no threshold is negative, neither is a score that matters.
-    total, listed = whole - inner, False
-    if SCREENED:
-        left = tl.load(Left + place)
-        listed = left >= 0
-        total = tl.where(listed, left, total)
-        Screened += place * NK
-    near = tl.minimum(total, 1)
+    near = tl.minimum(whole - inner, 1)
     maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _whole_tiles(
-        q, K, k_t, k_d, 0, near, whole, Screened, listed, positions, own, maximum, height, line, slope_of_line,
-        mass, gain_mass, fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK, D,
-        KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, SCREENED, PRECISION, False, N, BLOCK_D)  # fmt: skip
-    quick = tl.where(tl.min(maximum - height, 0) >= 0, total, near)
+        q, K, k_t, k_d, 0, near, whole, positions, own, maximum, height, line, slope_of_line, mass, gain_mass, fallen,
+        count, masked, List, a, r, scale, slope, limit, Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS,
+        PRECISION, False, N, BLOCK_D)  # fmt: skip
+    quick = tl.where(tl.min(maximum - height, 0) >= 0, whole - inner, near)
     maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _whole_tiles(
-        q, K, k_t, k_d, near, quick, whole, Screened, listed, positions, own, maximum, height, line, slope_of_line,
-        mass, gain_mass, fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK, D,
-        KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, SCREENED, PRECISION, True, N, BLOCK_D)  # fmt: skip
+        q, K, k_t, k_d, near, quick, whole, positions, own, maximum, height, line, slope_of_line, mass, gain_mass,
+        fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES,
+        DOCUMENTS, PRECISION, True, N, BLOCK_D)  # fmt: skip
     maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _whole_tiles(
-        q, K, k_t, k_d, quick, total, whole, Screened, listed, positions, own, maximum, height, line, slope_of_line,
-        mass, gain_mass, fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK, D,
-        KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, SCREENED, PRECISION, False, N, BLOCK_D)  # fmt: skip
+        q, K, k_t, k_d, quick, whole - inner, whole, positions, own, maximum, height, line, slope_of_line, mass,
+        gain_mass, fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK, D, KIND, GUESS, CAUSAL,
+        SLOPES, DOCUMENTS, PRECISION, False, N, BLOCK_D)  # fmt: skip
 
     sees = maximum > -1e30
     line_place = pair.to(tl.int64) * TQ + rows
