@@ -12,7 +12,7 @@ import pytest
 from tiny_text import tiny_corpus
 
 from longspan.cli import lm_measure, lm_tune
-from longspan.cli.lm_tables import language_lines
+from longspan.language_report import language_lines
 from longspan.paper.language import LANGUAGE_TABLES
 from longspan.results import append_rows, read_rows
 from longspan.text.corpora import Corpus

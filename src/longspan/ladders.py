@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from longspan import report
+from longspan import language_report, report
 from longspan.paper.max_retrieval import DEMO_ROWS
 from longspan.paper.tables import MAX_RETRIEVAL, PaperTable, RowKey, get_table, table_names
 from longspan.plots import Panel, draw
@@ -13,19 +13,23 @@ from longspan.results import Row
 FIGURES = "figures"
 MAIN = ("mqmtar", "reverse", "copy", "sort")
 MAIN_FIGURE = "main"
+LANGUAGE_FIGURE = "language_models"
 RECIPES = ("longspan", "paper", "demo")  # as they are; what else was changed is for tables
 _ENDINGS = (".png", ".svg")
 _METHODS = ("softmax", "topk_16", "topk_32", "topk_half", "ssmax", "assmax", "entmax", "sentmax", "asentmax")
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw a figure for every task that has rows, and one of the four tasks of the main text; what was written."""
+    """Draw a figure for every task that has rows, one of the four tasks of the main text and one of
+    language models; what was written."""
     written: list[Path] = []
     for name in table_names():
         if not name.startswith("main/") and (panels := task_panels(rows, get_table(name))):
             written += _drawn(panels, folder / name, columns=min(len(panels), 2))
     if panels := main_panels(rows):
         written += _drawn(panels, folder / MAIN_FIGURE, columns=min(len(panels), 2))
+    if panels := language_report.panels(rows):
+        written += _drawn(panels, folder / LANGUAGE_FIGURE, columns=len(panels))
     return written
 
 

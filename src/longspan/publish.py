@@ -4,10 +4,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from longspan import report
-from longspan.ladders import FIGURES, MAIN, MAIN_FIGURE, RECIPES, draw_all, main_panels, task_panels
+from longspan import language_report, report
+from longspan.ladders import FIGURES, LANGUAGE_FIGURE, MAIN, MAIN_FIGURE, RECIPES, draw_all, main_panels, task_panels
 from longspan.paper.names import config_named, parse_name
 from longspan.paper.tables import PaperTable, RowKey, get_table, table_names
+from longspan.report import details, markdown
 from longspan.results import Row
 from longspan.selection import RULE, Candidate, Choice, cell_of, choose, chosen_rows
 from longspan.train.config import fingerprint
@@ -49,6 +50,7 @@ def page(rows: Sequence[Row], folder: str = "results") -> str:
     if main_panels(shown):
         parts.append(f"![The four tasks of the main text]({FIGURES}/{MAIN_FIGURE}.png)\n")
     parts += [_block(get_table(f"main/{task}"), shown, choices) for task in MAIN]
+    parts.append(language_report.section(rows, f"{FIGURES}/{LANGUAGE_FIGURE}.png"))
     parts.append("## The tables of the appendix\n")
     parts += [_block(get_table(name), shown, choices) for name in table_names() if not name.startswith("main/")]
     parts += [_unlucky(choices), _earlier(choices)]
@@ -61,7 +63,8 @@ def reported_rows(rows: Iterable[Row], choices: Sequence[Choice]) -> list[Row]:
 
 
 def front(rows: Sequence[Row]) -> str:
-    """The table of the front page: our recipe with NAPE at two lengths a task, the paper's numbers in brackets."""
+    """What the front page shows: our recipe with NAPE at two lengths a task, the paper's numbers in brackets, and the
+    language models."""
     shown = reported_rows(rows, choose(rows))
     lines = {
         (task, line.method): line
@@ -79,7 +82,7 @@ def front(rows: Sequence[Row]) -> str:
             ours = "" if line is None or length not in line.cells else f"{line.cells[length].mean:.1f}"
             cells.append(f"{ours or '-'} ({theirs:.1f})" if theirs is not None else ours)
         table.append([method, *cells])
-    return markdown(table, names=1)
+    return "\n\n".join(part for part in (markdown(table, names=1), language_report.front(rows)) if part)
 
 
 def put_between(text: str, inserted: str) -> str:
@@ -102,13 +105,6 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     return draw_all(reported_rows(rows, choose(rows)), folder / FIGURES)
 
 
-def markdown(table: Sequence[Sequence[str]], names: int) -> str:
-    """A table whose first line is its heading and whose first `names` columns are words; the others are numbers."""
-    heading, *rest = table
-    rules = ["---"] * names + ["---:"] * (len(heading) - names)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [heading, rules, *rest])
-
-
 def _block(table: PaperTable, rows: Sequence[Row], choices: Sequence[Choice]) -> str:
     """One table of the paper: the numbers, the figure, and how each of our lines was made."""
     lines = [line for line in report.table_lines(rows, table) if not line.smoke]
@@ -124,11 +120,11 @@ def _block(table: PaperTable, rows: Sequence[Row], choices: Sequence[Choice]) ->
     if not table.name.startswith("main/") and task_panels(rows, table):
         parts.append(f"![{table.name}: accuracy against length]({FIGURES}/{table.name}.png)\n")
     parts += [report.as_markdown(lines) + "\n", *(f"Note: {note.text}\n" for note in table.notes)]
-    parts.append(_details("95 % intervals, and samples a seed", _intervals(ours)))
-    parts.append(_details("How each line was made, and by which command", _made(ours, made, table, rows)))
+    parts.append(details("95 % intervals, and samples a seed", _intervals(ours)))
+    parts.append(details("How each line was made, and by which command", _made(ours, made, table, rows)))
     others = [choice for choice in mine if choice.others and choice in made.values()]
     if others and not table.name.startswith("main/"):
-        parts.append(_details("Rates and settings that were not chosen", _others(others)))
+        parts.append(details("Rates and settings that were not chosen", _others(others)))
     return "\n".join(parts)
 
 
@@ -267,7 +263,3 @@ def _earlier(choices: Sequence[Choice]) -> str:
 
 def _candidates(choice: Choice) -> list[Candidate]:
     return [choice.chosen, *choice.others, *choice.superseded]
-
-
-def _details(summary: str, text: str) -> str:
-    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>\n"

@@ -187,3 +187,15 @@ def _of_demo(row: Row) -> Row:
     low, high = wilson(round(row["accuracy"] * row["samples"] / 100), row["samples"])
     recipe = f"{row.get('training', 'demo')}/max_retrieval/none/{paper_row(row['method'])}"
     return {**row, "recipe": recipe, "value": row["accuracy"], "low": 100 * low, "high": 100 * high}
+
+
+def markdown(table: Sequence[Sequence[str]], names: int) -> str:
+    """A table whose first line is its heading and whose first `names` columns are words; the others are numbers."""
+    heading, *rest = table
+    rules = ["---"] * names + ["---:"] * (len(heading) - names)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [heading, rules, *rest])
+
+
+def details(summary: str, text: str) -> str:
+    """Text that a page shows when its summary is clicked."""
+    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>\n"
