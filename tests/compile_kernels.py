@@ -70,10 +70,12 @@ PLAIN: dict[str, Any] = {
     "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 16, "PROBES": 4,
     "EARLY": True, "COLLECTED": True, "REFINE": False, "CAP": 64, "DEFER": True, "SHARES": 4,
     "GATHER": 16, "PARTS": 16, "AVERAGE": False, "AFTER": True, "BEFORE": True, "KEEP": True,
-    "ADD": True, "BLOCK": 256, "PLACES": False, "ABOVE_2": False,
+    "ADD": True, "BLOCK": 256, "PLACES": False, "ABOVE_2": False, "SPLIT": False, "SLOPES_LEARN": True,
 }  # fmt: skip
 SPARSE: dict[str, dict[str, Any]] = {
     "slopes": {"SLOPES": True},
+    "sloped_heads": {"SLOPES": True, "SPLIT": True, "SLOPES_LEARN": False},
+    "other_heads": {"SPLIT": True, "SLOPES_LEARN": False},
     "masks": {"MASK_ALL": True, "LENGTHS": True, "DOCUMENTS": True},
     "future": {"CAUSAL": False},
     "stats": {"STATS": True, "GRAD": False},
@@ -211,7 +213,7 @@ def signature_of(kernel: Any, options: dict[str, Any]) -> tuple[dict[str, str], 
     for name, parameter in inspect.signature(kernel.fn).parameters.items():
         if parameter.annotation is triton.language.constexpr or name.endswith("_d"):
             types[name], fixed[name] = "constexpr", constants.get(name, 1)
-        elif not constants[OPTIONAL.get(name, "CAUSAL")] and name in OPTIONAL:
+        elif name in OPTIONAL and not constants[OPTIONAL[name]] and not (name == "Slopes" and constants["SPLIT"]):
             types[name], fixed[name] = "constexpr", None
         elif name in NUMBERS:
             types[name] = "fp32"

@@ -24,6 +24,7 @@ from longspan.kernels.tiles import (
     load_tile,
     masked_tile,
     narrowed,
+    of_other_launch,
     row_scores,
     scores_of,
     slope_of,
@@ -37,7 +38,7 @@ def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, start, in
                  d_q, d_slope, gain_mass, residue, gain_keys, gain_distance,
                  a, r, scale, slope, end, Documents, TK, D, DV,
                  KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
-                 PRECISION: tl.constexpr, REFINE: tl.constexpr, MASKED: tl.constexpr,
+                 PRECISION: tl.constexpr, REFINE: tl.constexpr, SLOPES_LEARN: tl.constexpr, MASKED: tl.constexpr,
                  N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     # As the forward makes it, to the last digit: in the interpreter numbers have more of them than in a tensor.
     factor, unit = scale if KIND == 0 else a * scale, 1.0 if KIND == 0 else a
@@ -61,14 +62,14 @@ def _query_tiles(q, d_o, K, V, k_t, k_d, v_t, v_d, begin, count, List, start, in
         else:
             _, gain = weights_and_gains(z, maximum[:, None], height[:, None], r, KIND, PRECISION)
         d_s = gain * (d_p - delta[:, None])
-        if SLOPES:
+        if SLOPES and SLOPES_LEARN:
             d_slope -= tl.sum(d_s * distances(keys[None, :], positions[:, None]), 1)
         d_q = accumulated(narrowed(d_s, k.dtype), k, d_q, PRECISION)
         if REFINE:
             gain_mass += tl.sum(gain, 1)
             residue += tl.sum(d_s, 1)
             gain_keys = accumulated(gain, k, gain_keys, PRECISION)
-            if SLOPES:
+            if SLOPES and SLOPES_LEARN:
                 gain_distance += tl.sum(gain * distances(keys[None, :], positions[:, None]), 1)
     return d_q, d_slope, gain_mass, residue, gain_keys, gain_distance
 
@@ -78,12 +79,16 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Residue, Maximum, Height, EdgeGai
                  Lengths, Documents, Ranges, a, r, scale,
                  q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
                  mean_b, mean_h, mean_t, mean_d, dq_b, dq_h, dq_t, dq_d, H, GROUP, TQ, TK, D, DV, NQ, NK,
-                 KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr,
-                 DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr, REFINE: tl.constexpr,
+                 KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, SPLIT: tl.constexpr,
+                 LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr,
+                 REFINE: tl.constexpr, SLOPES_LEARN: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
                  BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The gradients of a block of queries, and for every row the mean of the incoming gradient under its gains."""
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
+    if SPLIT:  # noqa: SIM102, the compiler would take both sides of an `and`
+        if of_other_launch(Slopes, head, SLOPES):
+            return
     K += batch * k_b + head // GROUP * k_h
     V += batch * v_b + head // GROUP * v_h
     if DOCUMENTS:
@@ -120,20 +125,21 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Residue, Maximum, Height, EdgeGai
         q, d_o, K, V, k_t, k_d, v_t, v_d, 0, masked, List, start, inner, whole, positions, own,
         maximum, height, edge_height, edge_gain, delta, d_q, d_slope, gain_mass, residue, gain_keys, gain_distance,
         a, r, scale, slope, limit, Documents, TK, D, DV,
-        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, True, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+        KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, SLOPES_LEARN, True, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     if not MASK_ALL:  # an empty loop would do, but it makes CUDA 12.8's assembler crash
         d_q, d_slope, gain_mass, residue, gain_keys, gain_distance = _query_tiles(
             q, d_o, K, V, k_t, k_d, v_t, v_d, second, last, List, start, inner, whole, positions, own,
             maximum, height, edge_height, edge_gain, delta, d_q, d_slope, gain_mass, residue, gain_keys, gain_distance,
             a, r, scale, slope, limit, Documents, TK, D, DV,
-            KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, False, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+            KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, REFINE, SLOPES_LEARN, False,
+            N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
     if REFINE:
         residue /= tl.maximum(gain_mass, 1e-37)
         tl.store(Residue + line_place, residue, mask=rows < TQ)
         d_q -= residue[:, None] * gain_keys
         d_slope += residue * gain_distance
     store_tile(dQ + batch * dq_b + head * dq_h, d_q * scale, first, dq_t, dq_d, TQ, D, M, BLOCK_D)
-    if SLOPES:
+    if SLOPES and SLOPES_LEARN:
         tl.store(dSlopes + pair.to(tl.int64) * NQ + block, tl.sum(d_slope, 0))
 
 
@@ -188,8 +194,9 @@ def key_kernel(Q, K, V, dO, dK, dV, Delta, Residue, Maximum, Height, EdgeGain, L
                a, r, scale,
                q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
                dk_b, dk_h, dk_t, dk_d, dv_b, dv_h, dv_t, dv_d, H, GROUP, TQ, TK, D, DV, NQ, NK,
-               KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr,
-               DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr, REFINE: tl.constexpr,
+               KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, SPLIT: tl.constexpr,
+               LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr,
+               REFINE: tl.constexpr,
                M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, KEYS: tl.constexpr,
                BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The gradients of KEYS keys and values of a tile, over the blocks of queries that use the tile."""
@@ -198,6 +205,13 @@ def key_kernel(Q, K, V, dO, dK, dV, Delta, Residue, Maximum, Height, EdgeGain, L
     pair, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     tile, first = part // (N // KEYS), part * KEYS
     batch, kv_head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    if SPLIT:
+        # The heads of a group share their sums, and their launch: that with slopes if any has one.
+        sloped = 0
+        for member in range(GROUP):
+            sloped += (tl.load(Slopes + kv_head * GROUP + member) != 0).to(tl.int32)
+        if (sloped == 0) == SLOPES:
+            return
     keys = first + tl.arange(0, KEYS)
     if DOCUMENTS:
         Documents += batch * TK

@@ -143,6 +143,18 @@ def _constants(
     }
 
 
+def _launches(slopes: Tensor | None, split: bool) -> list[dict[str, bool]]:
+    """By which constants a kernel is launched: once, or once for the heads with a slope and once for those without."""
+    if slopes is None or not split:
+        return [{"SLOPES": slopes is not None, "SPLIT": False}]
+    return [{"SLOPES": sloped, "SPLIT": True} for sloped in (True, False)]
+
+
+def _may_split(alpha: float, causal: bool) -> bool:
+    """Above alpha 2 a score must be the same number wherever it is made, and other kernels are not split."""
+    return causal and alpha <= 2
+
+
 def _document_ranges(q: Tensor, k: Tensor, documents: Tensor, blocks: Blocks) -> Tensor:
     """For every block of queries three tiles of keys, (batch, blocks, 3): the run whose ids may be its own, and the
     first from which on there is one document alone, the block's, up to where a causal mask begins."""
@@ -258,12 +270,14 @@ def long_attention(
     strides = *q.stride(), *k.stride(), *v.stride(), *made.out.stride()
     sizes = heads, heads // k.shape[1], time, k.shape[2], q.shape[3], v.shape[3]
     grid = (rows * batch * heads,)
+    launches = _launches(slopes, _may_split(alpha, causal))
     if kind_of(alpha) == SOFTMAX:
-        softmax_kernel[grid](
-            q, k, v, made.out, made.maximum, made.height, made.support, made.entropy,
-            slopes, lengths, documents, ranges, scale, *strides, *sizes, rows,
-            STATS=stats, **blocks.output.options(), **constants,
-        )  # fmt: skip
+        for heads_of in launches:
+            softmax_kernel[grid](
+                q, k, v, made.out, made.maximum, made.height, made.support, made.entropy,
+                slopes, lengths, documents, ranges, scale, *strides, *sizes, rows,
+                STATS=stats, **blocks.output.options(), **constants | heads_of,
+            )  # fmt: skip
         return list(made)
     a, r = powers_of(alpha)
     mean = grad or stats or (q.dtype == torch.float32 and alpha <= 2)
@@ -274,11 +288,12 @@ def long_attention(
     norms = None if slopes is None else _largest_norms(k)
     survey_kind, survey_r = survey_power(alpha)
     kind, mask_all, block_dv = _kind(q, alpha), constants.pop("MASK_ALL"), constants.pop("BLOCK_DV")
-    survey_kernel[grid](
-        q, k, made.maximum, made.height, bound, hint, made.tiles, made.counts,
-        slopes, lengths, documents, ranges, norms, a, survey_r, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
-        KIND=survey_kind, GUESS=kind == 4, MASK_ALL=mask_all, **blocks.survey.options(), **constants,
-    )  # fmt: skip
+    for heads_of in launches:
+        survey_kernel[grid](
+            q, k, made.maximum, made.height, bound, hint, made.tiles, made.counts, slopes, lengths, documents, ranges,
+            norms, a, survey_r, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
+            KIND=survey_kind, GUESS=kind == 4, MASK_ALL=mask_all, **blocks.survey.options(), **constants | heads_of,
+        )  # fmt: skip
     found, edge_gain, most = None, made.edge_gain if alpha > 2 else None, _most_gain(q.dtype)
     # Where weights are roots of distances to a score, a score must be the same number wherever it is made.
     may_fuse = alpha <= 2
@@ -303,20 +318,22 @@ def long_attention(
             KIND=kind, PART=blocks.collect.part, **blocks.collect.options(may_fuse), **constants,
         )  # fmt: skip
     else:
-        solve_kernel[grid](
-            q, k, made.maximum, made.height, hint, made.tiles, made.counts, found and found.over,
-            slopes, lengths, documents, a, r, scale, tail, tolerance, aim, *q.stride(), *k.stride(), *sizes[:5],
-            rows, keys, KIND=kind, TAIL=steep, COLLECTED=found is not None,
-            PART=blocks.solve.part, **blocks.solve.options(), **constants,
-        )  # fmt: skip
+        for heads_of in launches:
+            solve_kernel[grid](
+                q, k, made.maximum, made.height, hint, made.tiles, made.counts, found and found.over,
+                slopes, lengths, documents, a, r, scale, tail, tolerance, aim, *q.stride(), *k.stride(), *sizes[:5],
+                rows, keys, KIND=kind, TAIL=steep, COLLECTED=found is not None,
+                PART=blocks.solve.part, **blocks.solve.options(), **constants | heads_of,
+            )  # fmt: skip
     output = blocks.output if mean else blocks.output_alone
-    output_kernel[grid](
-        q, k, v, made.out, made.mean, made.maximum, made.height, edge_gain, bound, made.support, made.entropy,
-        made.tiles, made.counts, made.live, slopes, lengths, documents, a, r, scale, _slack(q.dtype),
-        *strides, *sizes, rows, keys,
-        KIND=kind, CONVEX=alpha <= 2, MEAN=mean, GRAD=grad, MAP=grad or stats, STATS=stats,
-        PART=output.part, BLOCK_DV=block_dv, **output.options(may_fuse), **constants,
-    )  # fmt: skip
+    for heads_of in launches:
+        output_kernel[grid](
+            q, k, v, made.out, made.mean, made.maximum, made.height, edge_gain, bound, made.support, made.entropy,
+            made.tiles, made.counts, made.live, slopes, lengths, documents, a, r, scale, _slack(q.dtype),
+            *strides, *sizes, rows, keys,
+            KIND=kind, CONVEX=alpha <= 2, MEAN=mean, GRAD=grad, MAP=grad or stats, STATS=stats,
+            PART=output.part, BLOCK_DV=block_dv, **output.options(may_fuse), **constants | heads_of,
+        )  # fmt: skip
     return list(made)
 
 
@@ -333,9 +350,9 @@ def long_attention_backward(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, mean: Tensor, maximum: Tensor, height: Tensor,
     edge_gain: Tensor, tiles: Tensor, counts: Tensor, live: Tensor,
     slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
-    alpha: float, scale: float, causal: bool,
+    alpha: float, scale: float, causal: bool, slopes_learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k, v and the slopes."""
+    """The gradients of q, k, v and the slopes, of these anything unless `slopes_learn`."""
     slopes, lengths, documents = contiguous(slopes, lengths, small_ids(documents))
     batch, heads, time, _ = q.shape
     kv_heads, key_time = k.shape[1:3]
@@ -343,7 +360,7 @@ def long_attention_backward(
     constants = _constants(q, v, slopes, lengths, documents, causal)
     rows, keys = triton.cdiv(time, blocks.rows), triton.cdiv(key_time, blocks.keys)
     d_q, d_k, d_v = like_tokens(q), like_tokens(k), like_tokens(v)
-    d_slopes = maximum.new_empty(batch, heads if slopes is not None else 0, rows)
+    d_slopes = maximum.new_zeros(batch, heads if slopes is not None else 0, rows)
     delta = torch.empty_like(maximum)
     residue = torch.empty_like(maximum) if q.dtype == torch.float32 else None
     a, r = powers_of(alpha)
@@ -353,11 +370,14 @@ def long_attention_backward(
         ranges = _document_ranges(q, k, documents, blocks)
     sizes = heads, heads // kv_heads, time, key_time, q.shape[3], v.shape[3], rows, keys
     strides = *q.stride(), *k.stride(), *v.stride(), *d_out.stride()
-    query_kernel[(rows * batch * heads,)](
-        q, k, v, d_out, d_q, mean, delta, residue, maximum, height, gain, tiles, counts, slopes, d_slopes,
-        lengths, documents, ranges, a, r, scale, *strides, *mean.stride(), *d_q.stride(), *sizes,
-        KIND=kind, REFINE=residue is not None, PART=blocks.query.part, **blocks.query.options(may_fuse), **constants,
-    )  # fmt: skip
+    split = _may_split(alpha, causal)
+    for heads_of in _launches(slopes, split and not slopes_learn):
+        query_kernel[(rows * batch * heads,)](
+            q, k, v, d_out, d_q, mean, delta, residue, maximum, height, gain, tiles, counts, slopes, d_slopes,
+            lengths, documents, ranges, a, r, scale, *strides, *mean.stride(), *d_q.stride(), *sizes,
+            KIND=kind, REFINE=residue is not None, SLOPES_LEARN=slopes_learn, PART=blocks.query.part,
+            **blocks.query.options(may_fuse), **constants | heads_of,
+        )  # fmt: skip
     columns = column_counts = None
     if kind != SOFTMAX:
         columns = torch.empty_like(live, dtype=torch.int16)
@@ -368,12 +388,13 @@ def long_attention_backward(
     # Above alpha 2 a product must be the forward's to the last digit, though its factors are the other way round: the
     # interpreter's library adds small ones up in an order of their own.
     part = blocks.rows if alpha > 2 and q.dtype == torch.float32 else blocks.key.part
-    key_kernel[(keys * (blocks.keys // blocks.keys_at_once) * batch * kv_heads,)](
-        q, k, v, d_out, d_k, d_v, delta, residue, maximum, height, gain, columns, column_counts,
-        slopes, lengths, documents, a, r, scale, *strides, *d_k.stride(), *d_v.stride(), *sizes,
-        KIND=kind, REFINE=residue is not None, PART=part, KEYS=blocks.keys_at_once,
-        **blocks.key.options(may_fuse), **constants,
-    )  # fmt: skip
+    for heads_of in _launches(slopes, split):
+        key_kernel[(keys * (blocks.keys // blocks.keys_at_once) * batch * kv_heads,)](
+            q, k, v, d_out, d_k, d_v, delta, residue, maximum, height, gain, columns, column_counts,
+            slopes, lengths, documents, a, r, scale, *strides, *d_k.stride(), *d_v.stride(), *sizes,
+            KIND=kind, REFINE=residue is not None, PART=part, KEYS=blocks.keys_at_once,
+            **blocks.key.options(may_fuse), **constants | heads_of,
+        )  # fmt: skip
     return d_q, d_k, d_v, d_slopes.sum((0, 2))
 
 
@@ -382,7 +403,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, mean: Tensor, maximum: Tensor, height: Tensor,
     edge_gain: Tensor, tiles: Tensor, counts: Tensor, live: Tensor,
     slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
-    alpha: float, scale: float, causal: bool,
+    alpha: float, scale: float, causal: bool, slopes_learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     d_slopes = maximum.new_empty(q.shape[1] if slopes is not None else 0)
     return like_tokens(q), like_tokens(k), like_tokens(v), d_slopes
@@ -405,11 +426,12 @@ def _gradients(ctx: Any, d_made: list[Tensor | None]) -> tuple[Tensor | None, ..
     if d_out is None:
         return (None,) * 11
     q, k, v, mean, maximum, height, edge_gain, tiles, counts, live, slopes, lengths, documents = ctx.saved_tensors
+    slopes_learn: bool = ctx.needs_input_grad[3]
     d_q, d_k, d_v, d_slopes = long_attention_backward(
         q, k, v, d_out, mean, maximum, height, edge_gain, tiles, counts, live, slopes, lengths, documents,
-        ctx.alpha, ctx.scale, ctx.causal,
+        ctx.alpha, ctx.scale, ctx.causal, slopes_learn,
     )  # fmt: skip
-    return d_q, d_k, d_v, None if slopes is None else d_slopes.to(slopes.dtype), *(None,) * 7
+    return d_q, d_k, d_v, d_slopes.to(slopes.dtype) if slopes_learn else None, *(None,) * 7
 
 
 long_attention.register_autograd(_gradients, setup_context=_keep)

@@ -14,6 +14,7 @@ from longspan.kernels.tiles import (
     live_tiles_of,
     load_tile,
     narrowed,
+    of_other_launch,
     row_scores,
     store_tile,
     surveyed,
@@ -72,7 +73,7 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, EdgeGain, Bound, Support, E
                   q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
                   H, GROUP, TQ, TK, D, DV, NQ, NK,
                   KIND: tl.constexpr, CONVEX: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
-                  LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+                  SPLIT: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
                   MEAN: tl.constexpr, GRAD: tl.constexpr, MAP: tl.constexpr, STATS: tl.constexpr,
                   M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
                   BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
@@ -85,6 +86,9 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, EdgeGain, Bound, Support, E
     Without MEAN, which GRAD needs, the weights are divided by their sum in place of the last step.
     """
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
+    if SPLIT:  # noqa: SIM102, the compiler would take both sides of an `and`
+        if of_other_launch(Slopes, head, SLOPES):
+            return
     valid = rows < TQ
     K, end, slope = keys_of(K, Lengths, Slopes, batch, head, GROUP, TK, k_b, k_h, LENGTHS, SLOPES)
     V += batch * v_b + head // GROUP * v_h

@@ -13,6 +13,7 @@ from longspan.kernels.tiles import (
     key_tiles,
     load_tile,
     masked_tile,
+    of_other_launch,
     row_scores,
     slope_of,
     store_tile,
@@ -46,10 +47,13 @@ def _tile(q, K, V, k_t, k_d, v_t, v_d, tile, positions, own, out, mass, moment, 
 def softmax_kernel(Q, K, V, O, Maximum, Height, Support, Entropy, Slopes, Lengths, Documents, Ranges, scale,
                    q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d, o_b, o_h, o_t, o_d,
                    H, GROUP, TQ, TK, D, DV, NQ,
-                   CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr,
-                   MASK_ALL: tl.constexpr, PRECISION: tl.constexpr, STATS: tl.constexpr,
+                   CAUSAL: tl.constexpr, SLOPES: tl.constexpr, SPLIT: tl.constexpr, LENGTHS: tl.constexpr,
+                   DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr, STATS: tl.constexpr,
                    M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
+    if SPLIT:  # noqa: SIM102, the compiler would take both sides of an `and`
+        if of_other_launch(Slopes, head, SLOPES):
+            return
     K += batch * k_b + head // GROUP * k_h
     V += batch * v_b + head // GROUP * v_h
     if DOCUMENTS:

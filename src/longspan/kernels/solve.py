@@ -15,6 +15,7 @@ from longspan.kernels.tiles import (
     listed_scores,
     live_tiles_of,
     load_tile,
+    of_other_launch,
     surveyed,
 )
 
@@ -42,21 +43,24 @@ def _sums(q, K, k_t, k_d, begin, count, List, positions, own, maximum, height, m
 def solve_kernel(Q, K, Maximum, Height, Hint, List, Counts, Over, Slopes, Lengths, Documents,
                  a, r, scale, tail, tolerance, aim, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
                  KIND: tl.constexpr, TAIL: tl.constexpr, COLLECTED: tl.constexpr,
-                 CAUSAL: tl.constexpr, SLOPES: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr,
-                 PRECISION: tl.constexpr,
+                 CAUSAL: tl.constexpr, SLOPES: tl.constexpr, SPLIT: tl.constexpr, LENGTHS: tl.constexpr,
+                 DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
                  M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """From the survey's heights to heights at which the weights sum to 1, within what the output's step can mend.
 
     COLLECTED: only the blocks with more candidates than could be collected.
     """
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
+    if SPLIT:  # noqa: SIM102, the compiler would take both sides of an `and`
+        if of_other_launch(Slopes, head, SLOPES):
+            return
     valid = rows < TQ
     K, end, slope = keys_of(K, Lengths, Slopes, batch, head, GROUP, TK, k_b, k_h, LENGTHS, SLOPES)
     if DOCUMENTS:
         Documents += batch * TK
     limit = end if LENGTHS or not CAUSAL else None
     place = pair.to(tl.int64) * NQ + block
-    if COLLECTED:  # noqa: SIM102, the compiler would take both sides of an `and`
+    if COLLECTED:  # noqa: SIM102, likewise
         if tl.load(Over + place) == 0:
             return
     own = ids_of(Documents, positions, TK, DOCUMENTS)

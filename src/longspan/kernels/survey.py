@@ -32,6 +32,7 @@ from longspan.kernels.tiles import (
     keys_of,
     load_tile,
     masked_tile,
+    of_other_launch,
     row_scores,
 )
 
@@ -124,14 +125,17 @@ def _whole_tiles(q, K, k_t, k_d, begin, end, whole, positions, own, maximum, hei
 def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Lengths, Documents, Ranges, KeyNorms,
                   a, r, scale, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
                   KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
-                  LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr, PRECISION: tl.constexpr,
-                  M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                  SPLIT: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr,
+                  PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """The maximum of every row, a height that its threshold does not lie below, and the list of live tiles.
 
     `Bound` keeps that height when others move on. And a hint for the solver: where the height will be (GUESS), or the
     slope of the norm in it.
     """
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
+    if SPLIT:  # noqa: SIM102, the compiler would take both sides of an `and`
+        if of_other_launch(Slopes, head, SLOPES):
+            return
     valid = rows < TQ
     K, end, slope = keys_of(K, Lengths, Slopes, batch, head, GROUP, TK, k_b, k_h, LENGTHS, SLOPES)
     if DOCUMENTS:
