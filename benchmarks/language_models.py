@@ -1,9 +1,9 @@
 """The language models of the report, one after the other: trained, measured, tuned on needles and measured again.
 
-Each model is `longspan lm train`, `perplexity`, `tune` and `needle` with the same settings for all; models with RoPE
-are measured with the adjusted base too. As each of these stages ends its rows go to OUT/results.jsonl, and its time,
-with the log of a training, to OUT/logs.jsonl. The same command goes on: a stage with its time there is left out, and a
-training goes on from its checkpoint.
+Each model is `longspan lm train`, `perplexity`, `inspect`, `tune` and `needle` with the same settings for all; models
+with RoPE are measured with the adjusted base too. As each of these stages ends its rows go to OUT/results.jsonl, and
+its time, with the log of a training, to OUT/logs.jsonl. The same command goes on: a stage with its time there is left
+out, and a training goes on from its checkpoint.
 
 Half a minute before the time is over a training saves and stops, and any other stage is cut, to be done again. What by
 the longest so far would not end in time is not begun.
@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 import torch
 import typer
 
-from longspan.cli import lm, lm_measure, lm_tune
+from longspan.cli import lm, lm_inspect, lm_measure, lm_tune
 from longspan.evaluate.perplexity import long_documents
 from longspan.results import Row, append_rows, now, read_rows
 from longspan.text.corpora import open_corpus
@@ -40,6 +40,7 @@ MODELS = ("asentmax/nape", "softmax/nape", "entmax/nape", "ssmax/nape", "softmax
 ADJUSTED_BASE = 500_000.0  # the paper's
 TASKS: tuple[Literal["s-niah-1", "s-niah-2"], ...] = ("s-niah-1", "s-niah-2")
 ANSWER_TOKENS = 16
+HEAD_DOCUMENTS, HEAD_QUERIES = 2, 256
 MARGIN = 30.0  # seconds before the time is over, for a checkpoint to be written in
 SETTINGS = ("preset", "steps", "context", "lengths", "samples", "tuning_steps", "tuning_samples", "shortest")
 
@@ -125,6 +126,10 @@ def stages_of(given: argparse.Namespace, name: str, done: set[str]) -> list[Stag
     def perplexity(base: float | None) -> None:
         lm_measure.perplexity(folder, given.lengths, rope_base=base, device=given.device)
 
+    def heads() -> None:
+        ends = [min(given.lengths), max(given.lengths)]
+        lm_inspect.inspect(folder, ends, samples=HEAD_DOCUMENTS, queries=HEAD_QUERIES, device=given.device)
+
     def tune() -> None:
         shutil.rmtree(tuned, ignore_errors=True)  # of a try that was cut, or of other settings
         steps, samples = given.tuning_steps, given.tuning_samples
@@ -137,7 +142,8 @@ def stages_of(given: argparse.Namespace, name: str, done: set[str]) -> list[Stag
     def left(stages: list[Stage]) -> list[Stage]:
         return [stage for stage in stages if stage.name not in done]
 
-    reading = left([Stage(named("perplexity", base), folder, partial(perplexity, base)) for base in bases(position)])
+    reading = [Stage(named("perplexity", base), folder, partial(perplexity, base)) for base in bases(position)]
+    reading = left([*reading, Stage("heads", folder, heads)])
     finding = left(
         [Stage(named(task, base), tuned, partial(needle, task, base)) for base in bases(position) for task in TASKS]
     )

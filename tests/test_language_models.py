@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tiny_text import tiny_corpus
 
-from longspan.cli import lm_measure, lm_tune
+from longspan.cli import lm_inspect, lm_measure, lm_tune
 from longspan.language_report import language_lines
 from longspan.paper.language import LANGUAGE_TABLES
 from longspan.results import append_rows, read_rows
@@ -19,10 +19,11 @@ from longspan.text.corpora import Corpus
 from longspan.train import checkpoint as checkpoints
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks/language_models.py"
-NAPE = ["train", "perplexity", "tune", "s-niah-1", "s-niah-2"]
+NAPE = ["train", "perplexity", "heads", "tune", "s-niah-1", "s-niah-2"]
 ADJUSTED = "rope_base=500000"
+HEADS = 2 * 4  # layers and heads of the smallest preset
 ROPE = [
-    "train", "perplexity", f"perplexity {ADJUSTED}",
+    "train", "perplexity", f"perplexity {ADJUSTED}", "heads",
     "tune", "s-niah-1", "s-niah-2", f"s-niah-1 {ADJUSTED}", f"s-niah-2 {ADJUSTED}",
 ]  # fmt: skip
 
@@ -94,7 +95,9 @@ def test_every_stage_leaves_its_rows_and_its_time(command: Command) -> None:
     losses = [row for row in command.rows("logs.jsonl") if row["event"] == "train"]
     assert {row["recipe"] for row in losses} == {"lm/tiny/nape/asentmax", "lm/tiny/rope/softmax"}
     rows = command.rows("results.jsonl")
-    assert len(rows) == 2 * (1 + 2) * (1 + 2)  # lengths; models and bases; perplexity and two tasks
+    heads = [row for row in rows if row["task"] == "lm-heads"]
+    assert len(heads) == 2 * 2 * HEADS  # lengths; models
+    assert len(rows) - len(heads) == 2 * (1 + 2) * (1 + 2)  # lengths; models and bases; perplexity and two tasks
     for name, tables in (("lm-perplexity", 1), ("lm-needles", 2)):
         found = [line for table in LANGUAGE_TABLES[name] for line in language_lines(rows, table)]
         ours = [(line.position, line.method) for line in found if line.source != "paper" and line.cells]
@@ -106,7 +109,8 @@ def test_every_stage_leaves_its_rows_and_its_time(command: Command) -> None:
 
 def test_a_stop_in_any_stage_goes_on_with_that_stage(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    for number, (place, at) in enumerate(((lm_measure, "perplexity"), (lm_tune, "tune"), (lm_measure, "needle"))):
+    stages = ((lm_measure, "perplexity"), (lm_inspect, "inspect"), (lm_tune, "tune"), (lm_measure, "needle"))
+    for number, (place, at) in enumerate(stages):
         with monkeypatch.context() as patch:
             patch.setattr(place, at, _interrupted)
             with pytest.raises(SystemExit) as ended:
@@ -115,9 +119,9 @@ def test_a_stop_in_any_stage_goes_on_with_that_stage(command: Command, monkeypat
         assert "the same command goes on" in command.said
         done += [*NAPE[number : number + 1], "train"] if number else ["train"]
         assert sorted(command.ended()) == sorted(done)
-        assert len(command.rows("results.jsonl")) == (2 if number else 0)
+        assert len(command.rows("results.jsonl")) == 2 * (number > 0) + 2 * HEADS * (number > 1)
     command()
-    assert len(command.rows("results.jsonl")) == 6
+    assert len(command.rows("results.jsonl")) == 6 + 2 * HEADS
     assert set(command.ended()) == set(NAPE)
     assert command.ended().count("perplexity") == command.ended().count("tune") == 1
     # A training that ended is looked at by every call, and its log was taken over once.
@@ -164,13 +168,13 @@ def write_stages(command: Command, seconds: float) -> None:
 def test_what_would_not_end_in_time_is_not_begun(command: Command) -> None:
     write_stages(command, 50)
     given = command.given("--models", "asentmax/nape", "softmax/nape")
-    clock = iter([300.0, *[249.0] * 9])
+    clock = iter([360.0, *[299.0] * 9])
     command.script.run_all(given, lambda: next(clock))
     said = command.capsys.readouterr().out
     assert "asentmax/nape: measured before" in said
-    assert "softmax/nape: not begun, the longest so far took 250 s and 249 s are left" in said
+    assert "softmax/nape: not begun, the longest so far took 300 s and 299 s are left" in said
     assert not (command.folder / "runs").exists()
-    clock = iter([300.0, 260.0, *[49.0] * 9])
+    clock = iter([360.0, 310.0, *[49.0] * 9])
     command.script.run_all(given, lambda: next(clock))
     assert "perplexity not begun, it takes up to 50 s and 49 s are left" in command.capsys.readouterr().out
 

@@ -84,6 +84,20 @@ def test_needles_write_a_row_a_length(trained: Path, extra: list[str]) -> None:
     assert list(read_rows(trained / "run/results.jsonl"))[-1]["by_depth"] == [None] * 4 + [0]
 
 
+def test_heads_are_measured_on_whole_documents(trained: Path) -> None:
+    said = succeed("lm", "inspect", "run", "--length=32", "--length=64", "--samples=1", "--queries=8", "--device=cpu")
+    assert said.count("4 without slopes") == 2  # RoPE has none; a line a length
+    rows = [row for row in read_rows(trained / "run/results.jsonl") if row["task"] == "lm-heads"]
+    heads = [(1, head) for head in range(1, 5)]
+    assert [(row["length"], row["layer"], row["head"]) for row in rows] == [
+        (n, *head) for n in (32, 64) for head in heads
+    ]
+    assert all(1 <= row["support"] <= row["length"] for row in rows)
+    assert all(row["tiles"] == 1 for row in rows)  # one tile, which is alive
+    assert all(row["scale"] > 0 for row in rows)
+    assert {(row["samples"], row["queries"]) for row in rows} == {(1, 8)}
+
+
 def test_generation_goes_on_from_its_prompt(trained: Path) -> None:
     assert succeed("lm", "generate", "run", "the river", "--tokens=5", "--device=cpu").startswith("the river")
 
@@ -103,6 +117,7 @@ def test_generation_goes_on_from_its_prompt(trained: Path) -> None:
         (["train", "corpus", "--set=steps"], "field=value"),
         (["train", "corpus", "--context=100000"], "does not fit in"),
         (["perplexity", "run", "--length=100000"], "no document has 100000 tokens"),
+        (["inspect", "run", "--length=100000"], "no document has 100000 tokens"),
         (["perplexity", "texts"], "has no checkpoint"),
         (["perplexity", "run", "--corpus=texts"], "is not a corpus"),
         (["needle", "run", "--length=40"], "40 tokens are too few"),

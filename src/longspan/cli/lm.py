@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from longspan.cli import lm_benchmarks, lm_measure, lm_tune
+from longspan.cli import lm_benchmarks, lm_inspect, lm_measure, lm_tune
 from longspan.cli.console import console, device_named, fail
 from longspan.cli.events import Events
 from longspan.results import Row
@@ -190,5 +190,6 @@ def _source(
 lm_app.command()(lm_measure.perplexity)
 lm_app.command()(lm_measure.needle)
 lm_app.command()(lm_measure.generate)
+lm_app.command()(lm_inspect.inspect)
 lm_app.command()(lm_tune.tune)
 lm_app.command("eval")(lm_benchmarks.evaluate)

@@ -17,6 +17,7 @@ from longspan.functional.reference import dense_scores
 from longspan.functional.scores import Rules, visible_tokens
 from longspan.nn.attention import Attention
 from longspan.nn.decoder import Decoder
+from longspan.nn.llama import Llama
 from longspan.nn.scalers import Adaptive, NoScale, Scalable, SSMax, softplus
 from longspan.results import Row, provenance
 from longspan.tasks.base import Task, stream_seed
@@ -35,12 +36,12 @@ class Heads(NamedTuple):
     parts: dict[str, Tensor]
 
 
-def attention_layers(model: Decoder) -> list[Attention]:
+def attention_layers(model: Decoder | Llama) -> list[Attention]:
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
 @torch.no_grad()
-def layer_inputs(model: Decoder, tokens: Tensor) -> list[Tensor]:
+def layer_inputs(model: Decoder | Llama, tokens: Tensor) -> list[Tensor]:
     """What every attention layer reads when the model reads `tokens`, each (batch, time, dim)."""
     inputs: list[Tensor] = []
     hooks = [
@@ -161,12 +162,17 @@ def sample_tokens(task: Task, length: int, samples: int, device: torch.device) -
 
 
 def head_rows(model: Decoder, task: Task, length: int, samples: int = 8, queries: int = 256) -> list[Row]:
-    """A row for every layer and head: means over `queries` query rows of each of `samples` sequences.
+    """`rows_of_heads` on test samples of a task."""
+    device = next(model.parameters()).device
+    return rows_of_heads(model, sample_tokens(task, length, samples, device), length, queries)
+
+
+def rows_of_heads(model: Decoder | Llama, tokens: Tensor, length: int, queries: int = 256) -> list[Row]:
+    """A row for every layer and head: means over `queries` query rows of each of the sequences, (samples, time).
 
     Heads that are not scaled have None for `scale`, `beta` and `gamma`; so have methods without them.
     """
     device = next(model.parameters()).device
-    tokens = sample_tokens(task, length, samples, device)
     rows = query_rows(tokens.shape[1], queries).to(device)
     blocks_of_rows = query_blocks(tokens.shape[1], queries)
     layers = attention_layers(model)
@@ -179,7 +185,7 @@ def head_rows(model: Decoder, task: Task, length: int, samples: int = 8, queries
             spread["tiles"] = live_tiles(layer, heads, blocks_of_rows)[:, None]
             collected.append(spread | {name: part[0][:, rows] for name, part in heads.parts.items()})
     return [
-        {"length": length, "layer": number, "head": head + 1, "samples": samples, "queries": len(rows)}
+        {"length": length, "layer": number, "head": head + 1, "samples": len(tokens), "queries": len(rows)}
         | _head_row(layer, {name: torch.cat([sample[name][head] for sample in found]) for name in found[0]}, head)
         for number, (layer, found) in enumerate(zip(layers, seen, strict=True), start=1)
         for head in range(layer.num_heads)
