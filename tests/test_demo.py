@@ -4,19 +4,20 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 from longspan import demo
 from longspan.cli import app
-from longspan.nn import Adaptive, Entmax
-from longspan.nn.retriever import Retriever
+from longspan.nn import Adaptive, AdaptiveTemperature, Entmax, NoScale, Softmax
+from longspan.nn.retriever import Retrieval, Retriever
 from longspan.paper.max_retrieval import ACCURACY, DEMO_ROWS, LENGTHS, paper_row
 from longspan.results import append_rows, provenance, read_rows
-from longspan.tasks.max_retrieval import MaxRetrieval
+from longspan.tasks.max_retrieval import MaxRetrieval, MaxRetrievalBatch
 
 TINY = demo.DemoConfig(steps=4, samples=20, lengths=(16, 64))
 
@@ -84,7 +85,8 @@ def test_the_papers_temperatures_divide_the_bare_products() -> None:
     torch.testing.assert_close(found, (scores * math.sqrt(demo.WIDTH) / 0.1).softmax(-1))
 
 
-def test_the_papers_training_keeps_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def _watched_rates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The rates of the steps that are taken from now on."""
     rates = []
     step = torch.optim.AdamW.step
 
@@ -93,6 +95,11 @@ def test_the_papers_training_keeps_its_rate(monkeypatch: pytest.MonkeyPatch) -> 
         return step(self, *arguments)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    return rates
+
+
+def test_the_papers_training_keeps_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = _watched_rates(monkeypatch)
     config = replace(demo.PAPER_TRAINING, steps=5, samples=2, lengths=(16,))
     assert demo.PAPER_TRAINING.steps == 100_000
     demo.compete(demo.contestants("paper")[0], config, lambda event: None)
@@ -106,6 +113,100 @@ def test_the_same_seed_gives_the_same_rows() -> None:
         return [event | {"seconds": None} if isinstance(event, dict) else event for event in events]
 
     assert rows() == rows()
+
+
+def test_rows_say_the_rate_and_what_it_is_chosen_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = _watched_rates(monkeypatch)
+    events: list[demo.Event] = []
+    softmax = demo.CONTESTANTS[0]
+    demo.compete(softmax, replace(TINY, learning_rate=5e-4, warmup=1), events.append)
+    assert max(rates) == 5e-4
+    rows = [event for event in events if isinstance(event, dict)]
+    assert [json.loads(json.dumps(row)) for row in rows] == rows
+    assert {row["learning_rate"] for row in rows} == {5e-4}
+    assert {row["validation_samples"] for row in rows} == {80}
+    assert all(list(row["validation_accuracy"]) == ["16", "32", "64", "128"] for row in rows)
+    assert all(0 <= accuracy <= 100 for row in rows for accuracy in row["validation_accuracy"].values())
+    # Every row of a method has the same, whatever it was tested at.
+    assert len({(row["method"], str(row["validation_accuracy"])) for row in rows}) == len(softmax.measured_as)
+
+
+def test_validation_counts_right_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[MaxRetrievalBatch] = []
+    sample = MaxRetrieval.sample
+
+    def kept(*arguments: Any, **named: Any) -> MaxRetrievalBatch:
+        drawn.append(sample(*arguments, **named))
+        return drawn[-1]
+
+    def always_3(items: Tensor, query: Tensor) -> Retrieval:
+        return Retrieval(torch.eye(10)[[3] * len(items)], torch.ones(items.shape[:2]) / items.shape[1])
+
+    monkeypatch.setattr(MaxRetrieval, "sample", kept)
+    found = demo.validate(cast(Retriever, always_3), TINY)
+    threes = {str(batch.items.shape[1]): batch.target.tolist().count(3) for batch in drawn}
+    assert found == {
+        "validation_accuracy": {n: 100 * count / 80 for n, count in threes.items()},
+        "validation_samples": 80,
+    }
+    assert list(threes) == ["16", "32", "64", "128"]
+
+
+def test_a_normalizer_that_takes_the_place_of_the_trained_one_is_validated_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(demo, "validate", lambda model, config: {"validated": type(model.normalizer)})
+    events: list[demo.Event] = []
+    demo.compete(demo.CONTESTANTS[0], TINY, events.append)
+    found = {(event["method"], event["validated"]) for event in events if isinstance(event, dict)}
+    assert found == {("softmax", Softmax), ("adaptive temperature", AdaptiveTemperature)}
+
+
+def test_validation_shares_no_samples_with_the_test_and_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: dict[str, set[int]] = {"train": set(), "validation": set(), "test": set()}
+    purpose = "train"
+    manual_seed = torch.Generator.manual_seed
+
+    class Watched(torch.Generator):
+        def manual_seed(self, seed: int) -> torch.Generator:
+            seeds[purpose].add(seed % 2**32)  # what torch keeps of it
+            return manual_seed(self, seed)
+
+    monkeypatch.setattr(torch, "Generator", Watched)
+    model = Retriever(10, 8, Entmax(), NoScale())
+    for seed in range(5):
+        config = replace(TINY, steps=1, batch=1, samples=1, seed=seed)
+        purpose = "train"
+        list(demo.train(model, config))
+        purpose = "validation"
+        demo.validate(model, config)
+        purpose = "test"
+        for length in (16, 32, 64, 128):
+            demo.evaluate(model, length, config)
+    assert [len(found) for found in seeds.values()] == [5, 20, 20]
+    assert len(set.union(*seeds.values())) == 45
+    assert max(demo.DemoConfig().validation_lengths) == 8 * demo.DemoConfig().longest
+
+
+def test_samples_of_the_test_are_those_of_older_rows() -> None:
+    """Drawn here as they were before there was validation, by which the rows in the repository are."""
+    torch.manual_seed(0)
+    model, config = Retriever(10, 16, Entmax(), NoScale()), replace(TINY, samples=17, seed=2)
+    generator = torch.Generator().manual_seed(2 + 1_000_003 * 4096)
+    logits, targets = [], []
+    for size in (16, 1):  # as many as fit in 2^16 items
+        batch = MaxRetrieval().sample(size, 4096, generator=generator)
+        logits.append(model(batch.items, batch.query).logits)
+        targets.append(batch.target)
+    demo.validate(model, config)
+    right = (torch.cat(logits).argmax(-1) == torch.cat(targets)).sum().item()
+    assert demo.evaluate(model, 4096, config)["accuracy"] == 100 * right / 17
+
+
+def test_rows_older_than_the_field_had_the_rate_of_their_training() -> None:
+    assert demo.learning_rate_of({"learning_rate": 5e-4, "training": "paper"}) == 5e-4
+    assert demo.learning_rate_of({"training": "paper"}) == 1e-3
+    assert demo.learning_rate_of({"training": "demo"}) == demo.learning_rate_of({}) == 2e-3
 
 
 def test_a_little_training_learns_the_task() -> None:
@@ -167,6 +268,34 @@ def test_rows_of_another_run_are_not_gone_on_with(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "'top-4'" in result.output
     assert (tmp_path / "rows.jsonl").read_bytes() == before
+
+
+def test_rows_of_another_rate_are_not_gone_on_with(tmp_path: Path) -> None:
+    words = ["demo", "--out", str(tmp_path), "--steps", "2", "--samples", "3", "--method", "top-2"]
+    assert CliRunner().invoke(app, [*words, "--rate", "5e-4"]).exit_code == 0
+    path = tmp_path / "rows.jsonl"
+    rows, before = list(read_rows(path)), path.read_bytes()
+    assert {row["learning_rate"] for row in rows} == {5e-4}
+    result = CliRunner().invoke(app, [*words, "--resume"])
+    assert result.exit_code == 2
+    assert "another run" in result.output
+    assert path.read_bytes() == before
+    path.unlink()
+    added = ("learning_rate", "validation_accuracy", "validation_samples")
+    old = [{key: value for key, value in row.items() if key not in added} for row in rows]
+    append_rows(path, old)
+    assert CliRunner().invoke(app, [*words, "--resume", "--rate", "5e-4"]).exit_code == 2
+    assert CliRunner().invoke(app, [*words, "--resume"]).exit_code == 0  # what rows that do not tell were trained at
+    assert list(read_rows(path)) == old
+
+
+@pytest.mark.parametrize("rate", ["0", "-1e-3", "nan", "inf"])
+def test_a_rate_is_above_0(rate: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--rate", rate])
+    assert result.exit_code == 2
+    assert "above 0" in result.output
+    assert f"got {float(rate):g}" in result.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_methods_command_lists_every_method() -> None:

@@ -20,12 +20,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from longspan.evaluate.ladder import VALIDATION_MULTIPLES
 from longspan.nn import Adaptive, AdaptiveTemperature, Entmax, Normalizer, NoScale, Scaler, Softmax, SSMax, TopK
 from longspan.nn.retriever import Retriever
 from longspan.paper.max_retrieval import ACCURACY as PAPER
 from longspan.paper.max_retrieval import DEMO_ROWS, LENGTHS, paper_row
 from longspan.plots import Panel, draw
 from longspan.results import Row
+from longspan.tasks.base import stream_seed
 from longspan.tasks.max_retrieval import MaxRetrieval
 
 TASK = MaxRetrieval()
@@ -97,8 +99,23 @@ class DemoConfig:
     lengths: tuple[int, ...] = LENGTHS
     seed: int = 0
 
+    @property
+    def validation_lengths(self) -> tuple[int, ...]:
+        return tuple(multiple * self.longest for multiple in VALIDATION_MULTIPLES)
+
+    @property
+    def validation_samples(self) -> int:
+        """More than are tested with: rates may be tenths of a point apart, and samples so short cost little."""
+        return 4 * self.samples
+
 
 PAPER_TRAINING = DemoConfig(training="paper", steps=100_000, learning_rate=1e-3)
+_UNTOLD_RATES: dict[str, float] = {"demo": 2e-3, "paper": 1e-3}  # by training; not today's defaults, which may change
+
+
+def learning_rate_of(row: Row) -> float:
+    """The peak rate that a row was trained at; rows older than the field do not tell, and had one for all methods."""
+    return float(row.get("learning_rate") or _UNTOLD_RATES[row.get("training", "demo")])
 
 
 class Progress(NamedTuple):
@@ -140,23 +157,35 @@ def _rate(step: int, config: DemoConfig) -> float:
     return warmup * 0.5 * (1 + math.cos(math.pi * step / config.steps))
 
 
-@torch.no_grad()
 def evaluate(model: Retriever, length: int, config: DemoConfig) -> Row:
-    """Accuracy in percent and the mean weight on the true maximum, on samples that training never drew."""
-    generator = torch.Generator().manual_seed(config.seed + 1_000_003 * length)
+    """The test at one length, on samples that training never drew."""
+    accuracy, weight = _measured(model, length, config.samples, config.seed + 1_000_003 * length)
+    return {"length": length, "accuracy": accuracy, "weight_on_maximum": weight, "samples": config.samples}
+
+
+def validate(model: Retriever, config: DemoConfig) -> Row:
+    """What a learning rate is chosen by: accuracy by length, on samples of which neither training nor the test has any.
+
+    Lengths are words, as in JSON, so that a row is the same when it is read again.
+    """
+    samples, accuracy = config.validation_samples, {}
+    for length in config.validation_lengths:
+        accuracy[str(length)], _ = _measured(model, length, samples, stream_seed("validation", config.seed, length))
+    return {"validation_accuracy": accuracy, "validation_samples": samples}
+
+
+@torch.no_grad()
+def _measured(model: Retriever, length: int, samples: int, seed: int) -> tuple[float, float]:
+    """Accuracy in percent and the mean weight on the true maximum, on samples that the seed draws."""
+    generator = torch.Generator().manual_seed(seed)
     right, weight = 0, 0.0
-    at_once = max(1, min(config.samples, (1 << 16) // length))
-    for start in range(0, config.samples, at_once):
-        batch = TASK.sample(min(at_once, config.samples - start), length, generator=generator)
+    at_once = max(1, min(samples, (1 << 16) // length))
+    for start in range(0, samples, at_once):
+        batch = TASK.sample(min(at_once, samples - start), length, generator=generator)
         logits, weights = model(batch.items, batch.query)
         right += int((logits.argmax(-1) == batch.target).sum())
         weight += float(weights.gather(1, batch.best[:, None]).sum())
-    return {
-        "length": length,
-        "accuracy": 100 * right / config.samples,
-        "weight_on_maximum": weight / config.samples,
-        "samples": config.samples,
-    }
+    return 100 * right / samples, weight / samples
 
 
 def compete(contestant: Contestant, config: DemoConfig, report: Report) -> None:
@@ -167,13 +196,16 @@ def compete(contestant: Contestant, config: DemoConfig, report: Report) -> None:
     for step, loss in train(model, config):
         if step % 50 == 0 or step == config.steps:
             report(Progress(contestant.name, "train", step, config.steps, f"loss {loss:.4f}"))
-    origin = {"task": "max_retrieval", "seed": config.seed, "training": config.training, "steps": config.steps}
-    origin["seconds"] = round(time.monotonic() - started, 1)
+    origin: Row = {"task": "max_retrieval", "seed": config.seed, "training": config.training, "steps": config.steps}
+    origin |= {"learning_rate": config.learning_rate, "seconds": round(time.monotonic() - started, 1)}
     stages = [(contestant.name, model.normalizer), *((name, make()) for name, make in contestant.at_inference)]
+    validation: dict[str, Row] = {}
+    for name, model.normalizer in stages:
+        validation[name] = validate(model, config)
     lengths = [(name, normalizer, length) for length in config.lengths for name, normalizer in stages]
     for done, (name, model.normalizer, length) in enumerate(lengths, start=1):
         row = evaluate(model, length, config)
-        report(origin | {"method": name} | row)
+        report(origin | {"method": name} | row | validation[name])
         note = f"{row['accuracy']:.1f} % at {length}"
         report(Progress(contestant.name, "measure", done, len(lengths), note))
 

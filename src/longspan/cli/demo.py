@@ -1,5 +1,6 @@
 """`longspan demo`."""
 
+import math
 import time
 from collections import Counter
 from dataclasses import replace
@@ -25,6 +26,7 @@ def demo(
         Literal["demo", "paper"], typer.Option(help="paper: 100,000 steps at a constant rate, ten minutes a method.")
     ] = "demo",
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps of each method, instead of 5,000.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Peak learning rate, instead of 2e-3 (the paper's: 1e-3).")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Test samples at each length.")] = 1000,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     resume: Annotated[
@@ -35,8 +37,11 @@ def demo(
     from longspan import demo as story
 
     names = _names(every, methods)
+    if rate is not None and not 0 < rate < math.inf:
+        fail(f"--rate is a learning rate above 0, 1e-3 for instance, got {rate:g}")
     config = story.PAPER_TRAINING if training == "paper" else story.DemoConfig()
-    config = replace(config, steps=steps or config.steps, samples=samples, seed=seed)
+    steps, rate = steps or config.steps, rate or config.learning_rate
+    config = replace(config, steps=steps, learning_rate=rate, samples=samples, seed=seed)
     path = out / "rows.jsonl"
     origin = provenance()  # before the old rows go: they may be part of the tree
     rows = _kept(path, config) if resume else []
@@ -89,9 +94,11 @@ def _kept(path: Path, config: "DemoConfig") -> list[Row]:
     from longspan import demo as story
 
     rows = list(read_rows(path)) if path.exists() else []
-    said = {"training": config.training, "steps": config.steps, "samples": config.samples, "seed": config.seed}
+    said: Row = {"training": config.training, "steps": config.steps, "learning_rate": config.learning_rate}
+    said |= {"samples": config.samples, "seed": config.seed}
     for row in rows:
-        if any(row.get(key) != value for key, value in said.items()):
+        told = {**row, "learning_rate": story.learning_rate_of(row)}
+        if any(told.get(key) != value for key, value in said.items()):
             fail(f"{path} has rows of another run ({row}); choose another folder")
     measured = Counter(row["method"] for row in rows)
     names = [each.measured_as for each in story.contestants()]
