@@ -18,12 +18,14 @@ as the clock to beat. Peers that are not installed are left out; `adasplash` tun
 """
 
 import argparse
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -69,6 +71,16 @@ def ours(slopes: Tensor | None, alpha: float) -> Attend:
     return lambda q, k, v: longspan.attention(q, k, v, alpha=alpha, slopes=slopes, impl="triton")
 
 
+@contextlib.contextmanager
+def kernels_of(name: str) -> Iterator[None]:
+    """While an implementation of this name runs, its backward included: all kernels in Gluon, or those in use."""
+    from longspan.kernels import launches
+
+    used = launches.Hopper._fields if name.endswith(" gluon") else launches.ON_HOPPER
+    with patch.object(launches, "ON_HOPPER", frozenset(used)):
+        yield
+
+
 def sdpa(backend: SDPBackend) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
@@ -95,9 +107,11 @@ def adasplash() -> Attend:
 
 
 def implementations(
-    kind: str, slopes: Tensor | None, length: int, alphas: list[float], peers: list[str]
+    kind: str, slopes: Tensor | None, length: int, alphas: list[float], peers: list[str], gluon: bool
 ) -> dict[str, Attend]:
     found = {f"entmax {alpha:g}" if alpha > 1 else "softmax, ours": ours(slopes, alpha) for alpha in alphas}
+    if gluon:
+        found |= {f"{name} gluon": found[name] for name in list(found) if name.startswith("entmax")}
     if "flash" in peers:
         found["flash"] = sdpa(SDPBackend.FLASH_ATTENTION)
     if "cudnn" in peers:
@@ -138,18 +152,20 @@ def measure(attend: dict[str, Attend], inputs: list[Tensor], rounds: int) -> dic
 
     for name, function in attend.items():
         try:
-            for _ in range(2):
-                both(function)
-                forward(function)
-            torch.cuda.synchronize()
+            with kernels_of(name):
+                for _ in range(2):
+                    both(function)
+                    forward(function)
+                torch.cuda.synchronize()
             times[name] = [], []
         except Exception as error:  # a peer that cannot run this cell leaves the others alone
             print(f"  {name}: {str(error).splitlines()[0][:120]}")
     for _ in range(rounds):
         for name in times:
             pair = times[name]
-            pair[0].append(milliseconds(partial(forward, attend[name]), 3))
-            pair[1].append(milliseconds(partial(both, attend[name]), 3))
+            with kernels_of(name):
+                pair[0].append(milliseconds(partial(forward, attend[name]), 3))
+                pair[1].append(milliseconds(partial(both, attend[name]), 3))
     return {name: (statistics.median(pair[0]), statistics.median(pair[1])) for name, pair in times.items()}
 
 
@@ -170,6 +186,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), type=kind_named)
     parser.add_argument("--alphas", nargs="+", type=float, default=[1.5])
     parser.add_argument("--peers", nargs="*", default=["flash", "cudnn", "flex", "adasplash"])
+    parser.add_argument("--gluon", action="store_true", help="Time ours by the kernels in Gluon too.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=math.inf, help="Start no new cell after so long.")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.jsonl"))
@@ -187,7 +204,7 @@ def main() -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Measure and write every cell, as long as there is time."""
     origin, begun = provenance("cuda"), time.monotonic()
-    print(f"{'dim':>4} {'length':>7} {'kind':9} {'':14} {'forward':>9} {'+backward':>10} {'MiB':>7} {'dead tiles':>10}")
+    print(f"{'dim':>4} {'length':>7} {'kind':9} {'':17} {'forward':>9} {'+backward':>10} {'MiB':>7} {'dead tiles':>10}")
     for dim in arguments.dims:
         for length in arguments.lengths:
             for kind in arguments.kinds:
@@ -195,10 +212,11 @@ def run(arguments: argparse.Namespace) -> None:
                     print("out of time: the rest is left out")
                     return
                 inputs, slopes = workload(kind, length, dim)
-                attend = implementations(kind, slopes, length, arguments.alphas, arguments.peers)
+                attend = implementations(kind, slopes, length, arguments.alphas, arguments.peers, arguments.gluon)
                 for name, (forward, both) in measure(attend, inputs, arguments.rounds).items():
                     row: Row = {"dim": dim, "length": length, "kind": kind, "name": name}
-                    row |= {"forward_ms": forward, "both_ms": both, "mebibytes": memory(attend[name], inputs)}
+                    with kernels_of(name):
+                        row |= {"forward_ms": forward, "both_ms": both, "mebibytes": memory(attend[name], inputs)}
                     dead = ""
                     if name.startswith("entmax"):
                         stats = longspan.attention(
@@ -214,7 +232,7 @@ def run(arguments: argparse.Namespace) -> None:
                         dead = f"{100 * row['block_sparsity']:.0f} %"
                     append_rows(arguments.out, [row | origin])
                     print(
-                        f"{dim:4} {length:7} {kind:9} {name:14} {forward:9.3f} {both:10.3f} "
+                        f"{dim:4} {length:7} {kind:9} {name:17} {forward:9.3f} {both:10.3f} "
                         f"{row['mebibytes']:7.0f} {dead:>10}",
                         flush=True,
                     )

@@ -1,11 +1,13 @@
-"""Other launches of the kernels for long rows, timed against the one in use: how those in `kernels/ops.py` are chosen.
+"""Other launches of the kernels for long rows, timed against the one in use: how those of `kernels/launches.py` are
+chosen.
 
 For one kernel after the other it tries other parts of a tile, warps, depths of the pipeline and limits of registers,
 all else as it is, on the workloads of `benchmarks/attention.py`, and takes the
 kernel's own time from a profile. A ratio below 1 is faster; the one in use is timed again beside each, since a GPU's
 clock drifts. Launches that do not fit are left out, and so are those whose results differ. A launch takes some seconds
 to compile, which `--processes` do ahead, side by side. `tiles` changes how many keys live or die together, and the
-survey with them; the other kernels take such tiles in the parts they have.
+survey with them; the other kernels take such tiles in the parts they have. `--gluon` tries launches of the kernel's
+namesake in Gluon instead.
 
     python benchmarks/launches.py --kernels key query --dims 64 --lengths 1024 4096 --kinds random topics4
 """
@@ -28,7 +30,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from longspan.kernels import ops
-from longspan.kernels.ops import Blocks, Launch
+from longspan.kernels.launches import Blocks, Launch, blocks_of
 from longspan.results import append_rows, provenance
 
 KERNELS = ("survey", "tiles", "solve", "output", "output_alone", "query", "key")
@@ -39,14 +41,21 @@ KEPT = {"query": 1, "output_alone": 1, "key": 2, "output": 2}  # sums as wide as
 
 
 def launched(blocks: Blocks, kernel: str) -> Launch:
-    launch: Launch = getattr(blocks, "survey" if kernel == "tiles" else kernel)
+    in_gluon: Launch | None = getattr(blocks.hopper, kernel, None)
+    launch: Launch = in_gluon or getattr(blocks, "survey" if kernel == "tiles" else kernel)
     return launch
+
+
+def keys_together(blocks: Blocks, kernel: str) -> int:
+    """How many keys of a tile a program of the keys' gradient has."""
+    launch = launched(blocks, kernel)
+    return 16 * launch.warps if launch.gluon and kernel == "key" else blocks.keys_at_once
 
 
 def fits(blocks: Blocks, kernel: str, dim: int) -> bool:
     """Whether a launch's sums and scores may find room in registers, roughly."""
     launch = launched(blocks, kernel)
-    rows = blocks.keys_at_once if kernel == "key" else blocks.rows
+    rows = keys_together(blocks, kernel) if kernel == "key" else blocks.rows
     tiles = 2 if kernel in KEPT else 1
     numbers = rows * (KEPT.get(kernel, 0) * dim + tiles * launch.part) // (32 * launch.warps)
     limit = launch.registers or 255
@@ -67,6 +76,16 @@ def others(blocks: Blocks, kernel: str, dim: int) -> Iterator[Blocks]:
             tried = blocks._replace(**changed)  # type: ignore[arg-type]
             if tried != blocks and fits(tried, kernel, dim) and _holds_parts(tried):
                 yield tried
+
+
+def in_gluon(blocks: Blocks, kernel: str, dim: int) -> Iterator[Blocks]:
+    """Blocks in which the kernel's namesake in Gluon takes its place."""
+    parts = {"output": (blocks.keys // 2,), "output_alone": (blocks.keys // 2,), "query": (32, 64), "key": (32, 64)}
+    for part, warps, stages, registers in product(parts.get(kernel, (blocks.keys,)), (4, 8), (2, 3, 4), REGISTERS):
+        launch = Launch(part, warps, stages, registers, gluon=True)
+        tried = blocks._replace(hopper=blocks.hopper._replace(**{kernel: launch}))
+        if fits(tried, kernel, dim):
+            yield tried
 
 
 def _holds_parts(blocks: Blocks) -> bool:
@@ -128,6 +147,7 @@ def ratio(tried: Blocks, blocks: Blocks, kernel: str, cell: Cell, rounds: int) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--gluon", action="store_true", help="Launches of the kernels in Gluon.")
     parser.add_argument("--dims", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--kinds", nargs="+", type=kind_named, default=["random", "topics4"])
@@ -136,8 +156,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="Try nothing new after so long.")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/launches.jsonl"))
     arguments = parser.parse_args()
+    if arguments.gluon and "tiles" in arguments.kernels:
+        parser.error("--gluon has no other tiles: name --kernels without them")
+    launches_of = in_gluon if arguments.gluon else others
     tries = {
-        (dim, kernel): list(others(blocks_for(dim, max(arguments.lengths)), kernel, dim))
+        (dim, kernel): list(launches_of(blocks_for(dim, max(arguments.lengths)), kernel, dim))
         for dim, kernel in product(arguments.dims, arguments.kernels)
     }
     with ProcessPoolExecutor(max(1, arguments.processes), get_context("spawn")) as pool:
@@ -154,7 +177,7 @@ def main() -> None:
 
 def blocks_for(dim: int, length: int) -> Blocks:
     some = torch.empty(1, 1, length, dim, dtype=torch.bfloat16, device="meta")
-    return ops.blocks_of(some, some)
+    return blocks_of(some, some)
 
 
 def has_gradients(kernel: str) -> bool:
@@ -163,9 +186,9 @@ def has_gradients(kernel: str) -> bool:
 
 def named(kernel: str, dim: int, tried: Blocks) -> str:
     launch = launched(tried, kernel)
-    said = f"{kernel} {dim}: part {launch.part}, {launch.warps} warps, {launch.stages} stages, "
-    said += f"{launch.registers} registers, tiles of {tried.keys} keys"
-    return said + (f", {tried.keys_at_once} at once" if kernel == "key" else "")
+    said = f"{kernel} {dim}{' in Gluon' if launch.gluon else ''}: part {launch.part}, {launch.warps} warps, "
+    said += f"{launch.stages} stages, {launch.registers} registers, tiles of {tried.keys} keys"
+    return said + (f", {keys_together(tried, kernel)} at once" if kernel == "key" else "")
 
 
 def run(
@@ -205,7 +228,7 @@ def run(
                     "ratio": over,
                 }
                 row |= launched(tried, kernel)._asdict()
-                row |= {"keys": tried.keys, "keys_at_once": tried.keys_at_once}
+                row |= {"keys": tried.keys, "keys_at_once": keys_together(tried, kernel)}
                 append_rows(arguments.out, [row | origin])
             mean = math.exp(statistics.mean(math.log(over) for _, over in found.values()))
             best.append((mean, said + ": " + ", ".join(f"{mine:.0f} ({over:.3f})" for mine, over in found.values())))

@@ -6,6 +6,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from longspan.kernels import (
     adam,
@@ -27,6 +28,11 @@ from longspan.kernels import (
     survey,
     topk,
 )
+from longspan.kernels.hopper import key as hopper_key
+from longspan.kernels.hopper import output as hopper_output
+from longspan.kernels.hopper import query as hopper_query
+from longspan.kernels.hopper import solve as hopper_solve
+from longspan.kernels.hopper import survey as hopper_survey
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {"List": "i16", "Live": "i8", "Counts": "i32", "Ranges": "i32", "Lengths": "i64", "Documents": "i32"}
@@ -139,6 +145,8 @@ GATED: dict[str, dict[str, Any]] = {
     "float32": {"M": 16, "BLOCK": 128, "PRECISION": "ieee"},
 }
 NARROW = {"BLOCK_D": 32, "BLOCK_DV": 32}
+IN_GLUON = {"WARPS": 8, "M": 128, "N": 128, "PART": 64, "KEYS": 128, "BLOCK_D": 64, "BLOCK_DV": 64, "DEPTH": 2}
+GLUON = {name: SPARSE[name] | IN_GLUON for name in ("slopes", "sloped_heads", "masks", "future", "any_alpha")}
 ADAM: dict[str, Any] = {"PARTS": adam.PARTS, "BLOCK": adam.BLOCK}
 SHORT: dict[str, dict[str, Any]] = {
     "alpha_1.5": {"SLOPES": True},
@@ -200,6 +208,11 @@ KERNELS: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {
     "norms_sums": (norms.sums_kernel, {"programs": {"PARTS": 256, "BLOCK": 16, "WARPS": 8}}),
     "gated_forward": (gated.forward_kernel, GATED),
     "gated_backward": (gated.backward_kernel, GATED),
+    "hopper_survey": (hopper_survey.survey_kernel, GLUON),
+    "hopper_solve": (hopper_solve.solve_kernel, GLUON),
+    "hopper_output": (hopper_output.output_kernel, GLUON | {"no_mean": SPARSE["no_mean"] | IN_GLUON}),
+    "hopper_query": (hopper_query.query_kernel, GLUON),
+    "hopper_key": (hopper_key.key_kernel, GLUON),
     "short_forward": (short._forward, SHORT | {"256_keys": {"M": 64, "N": 256, "WARPS": 8, **NARROW}}),
     "short_backward": (short._backward, SHORT | {"256_keys": {"M": 16, "N": 256, "WARPS": 8, **NARROW}}),
 }
@@ -236,7 +249,8 @@ def aligned(kernel: Any, types: dict[str, str]) -> dict[tuple[int], Any]:
 def compiled(kernel: Any, options: dict[str, Any], launch: dict[str, Any]) -> Any:
     """A kernel for the constants in `options`, by the compiler's options in `launch`."""
     types, fixed = signature_of(kernel, options)
-    return triton.compile(ASTSource(kernel, types, fixed, aligned(kernel, types)), target=HOPPER, options=launch)
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return triton.compile(source(kernel, types, fixed, aligned(kernel, types)), target=HOPPER, options=launch)
 
 
 def main() -> None:

@@ -10,78 +10,18 @@ from torch import Tensor
 from longspan.kernels.backward import column_kernel, key_kernel, query_kernel
 from longspan.kernels.candidates import capacity, collect_kernel, room_for, root_kernel
 from longspan.kernels.edges import edge_kernel
+from longspan.kernels.hopper import key as hopper_key
+from longspan.kernels.hopper import output as hopper_output
+from longspan.kernels.hopper import query as hopper_query
+from longspan.kernels.hopper import solve as hopper_solve
+from longspan.kernels.hopper import survey as hopper_survey
+from longspan.kernels.launches import Blocks, blocks_of, serves_hopper, tile_of
 from longspan.kernels.output import output_kernel
 from longspan.kernels.softmax import softmax_kernel
 from longspan.kernels.solve import solve_kernel
 from longspan.kernels.solver import SOFTMAX, kind_of, powers_of, survey_power, tau_and_largest
 from longspan.kernels.survey import survey_kernel
 from longspan.kernels.tiles import contiguous, like_tokens, padded, room_for_output, small_ids
-
-
-class Launch(NamedTuple):
-    """How a kernel runs: the keys or queries it takes at a time, its warps, the depth of its pipeline, the most
-    registers of a thread, so that two or more blocks of threads share a processor and hide each other's waits, and
-    whether a product and a sum may be rounded once. Where they may, ties come apart: a score less the maximum is 0 in
-    a tile that is masked, and half a digit of the score in one that is not."""
-
-    part: int
-    warps: int
-    stages: int
-    registers: int | None = None
-    fused: bool = True
-
-    def options(self, may_fuse: bool = True) -> dict[str, int | None]:
-        return {
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-            "maxnreg": self.registers,
-            "enable_fp_fusion": self.fused and may_fuse,
-        }
-
-
-class Blocks(NamedTuple):
-    """Rows of a block of queries and keys of a tile, which live or die together, and how each kernel takes them."""
-
-    rows: int
-    keys: int
-    survey: Launch
-    collect: Launch  # of candidates, and of the edges of rows that have too many
-    solve: Launch
-    output: Launch
-    output_alone: Launch  # without the mean
-    query: Launch
-    key: Launch
-    keys_at_once: int  # of a tile, in the kernel of the keys
-
-
-def tile_of(q: Tensor, v: Tensor) -> tuple[int, int]:
-    """Rows of a block of queries and keys of a tile, by the width of a head."""
-    width = max(padded(q.shape[3]), padded(v.shape[3]))
-    if q.dtype == torch.float32:
-        return (64 if width <= 64 else 32), 32
-    return (128, 128) if width <= 128 else (64, 64)
-
-
-def blocks_of(q: Tensor, v: Tensor) -> Blocks:
-    """What fits the registers, by the width of a head; of what fits, what is fastest at this length."""
-    width, length = max(padded(q.shape[3]), padded(v.shape[3])), q.shape[2]
-    rows, keys = tile_of(q, v)
-    if q.dtype == torch.float32:
-        launch = Launch(32, 4, 2, fused=False)
-        return Blocks(rows, keys, launch, launch, launch, launch, launch, launch, launch, 32)
-    collect = Launch(64, 8, 2, 128)
-    if width <= 64:
-        survey = Launch(128, 8, 2, 128) if length <= 2048 else Launch(128, 4, 3)
-        output, shared = Launch(128, 8, 3), Launch(64, 8, 3, 128)
-        solve, key = Launch(64, 4, 3, 168), Launch(64, 4, 3)
-        return Blocks(rows, keys, survey, collect, solve, output, shared, shared, key, 64)
-    if width <= 128:
-        square, wide = Launch(128, 8, 2, 128), Launch(64, 8, 3)
-        alone = Launch(32, 8, 3, 128) if length <= 4096 else wide
-        query = Launch(32, 8, 3, 128) if length <= 2048 else wide
-        return Blocks(rows, keys, square, collect, square, wide, alone, query, Launch(64, 4, 2), 64)
-    wide = Launch(32, 8, 2)
-    return Blocks(rows, keys, Launch(64, 8, 2), Launch(64, 4, 2), Launch(64, 8, 2), wide, wide, wide, wide, 64)
 
 
 class _Outputs(NamedTuple):
@@ -288,11 +228,14 @@ def long_attention(
     norms = None if slopes is None else _largest_norms(k)
     survey_kind, survey_r = survey_power(alpha)
     kind, mask_all, block_dv = _kind(q, alpha), constants.pop("MASK_ALL"), constants.pop("BLOCK_DV")
+    kernel, launch = survey_kernel, blocks.survey
+    if blocks.hopper.survey and serves_hopper(q, k):
+        kernel, launch = hopper_survey.survey_kernel, blocks.hopper.survey
     for heads_of in launches:
-        survey_kernel[grid](
+        kernel[grid](
             q, k, made.maximum, made.height, bound, hint, made.tiles, made.counts, slopes, lengths, documents, ranges,
             norms, a, survey_r, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
-            KIND=survey_kind, GUESS=kind == 4, MASK_ALL=mask_all, **blocks.survey.options(), **constants | heads_of,
+            KIND=survey_kind, GUESS=kind == 4, MASK_ALL=mask_all, **launch.options(), **constants | heads_of,
         )  # fmt: skip
     found, edge_gain, most = None, made.edge_gain if alpha > 2 else None, _most_gain(q.dtype)
     # Where weights are roots of distances to a score, a score must be the same number wherever it is made.
@@ -318,21 +261,27 @@ def long_attention(
             KIND=kind, PART=blocks.collect.part, **blocks.collect.options(may_fuse), **constants,
         )  # fmt: skip
     else:
+        kernel, launch = solve_kernel, blocks.solve
+        if blocks.hopper.solve and alpha <= 2 and serves_hopper(q, k):
+            kernel, launch = hopper_solve.solve_kernel, blocks.hopper.solve
         for heads_of in launches:
-            solve_kernel[grid](
+            kernel[grid](
                 q, k, made.maximum, made.height, hint, made.tiles, made.counts, found and found.over,
                 slopes, lengths, documents, a, r, scale, tail, tolerance, aim, *q.stride(), *k.stride(), *sizes[:5],
                 rows, keys, KIND=kind, TAIL=steep, COLLECTED=found is not None,
-                PART=blocks.solve.part, **blocks.solve.options(), **constants | heads_of,
+                PART=launch.part, **launch.options(), **constants | heads_of,
             )  # fmt: skip
-    output = blocks.output if mean else blocks.output_alone
+    kernel, launch = output_kernel, blocks.output if mean else blocks.output_alone
+    instead = blocks.hopper.output if mean else blocks.hopper.output_alone
+    if instead and alpha <= 2 and not stats and serves_hopper(q, k, v, made.out):
+        kernel, launch = hopper_output.output_kernel, instead
     for heads_of in launches:
-        output_kernel[grid](
+        kernel[grid](
             q, k, v, made.out, made.mean, made.maximum, made.height, edge_gain, bound, made.support, made.entropy,
             made.tiles, made.counts, made.live, slopes, lengths, documents, a, r, scale, _slack(q.dtype),
             *strides, *sizes, rows, keys,
             KIND=kind, CONVEX=alpha <= 2, MEAN=mean, GRAD=grad, MAP=grad or stats, STATS=stats,
-            PART=output.part, BLOCK_DV=block_dv, **output.options(may_fuse), **constants | heads_of,
+            PART=launch.part, BLOCK_DV=block_dv, **launch.options(may_fuse), **constants | heads_of,
         )  # fmt: skip
     return list(made)
 
@@ -371,12 +320,16 @@ def long_attention_backward(
     sizes = heads, heads // kv_heads, time, key_time, q.shape[3], v.shape[3], rows, keys
     strides = *q.stride(), *k.stride(), *v.stride(), *d_out.stride()
     split = _may_split(alpha, causal)
+    sparse = kind != SOFTMAX and alpha <= 2
+    kernel, launch = query_kernel, blocks.query
+    if blocks.hopper.query and sparse and serves_hopper(q, k, v, d_out, mean):
+        kernel, launch = hopper_query.query_kernel, blocks.hopper.query
     for heads_of in _launches(slopes, split and not slopes_learn):
-        query_kernel[(rows * batch * heads,)](
+        kernel[(rows * batch * heads,)](
             q, k, v, d_out, d_q, mean, delta, residue, maximum, height, gain, tiles, counts, slopes, d_slopes,
             lengths, documents, ranges, a, r, scale, *strides, *mean.stride(), *d_q.stride(), *sizes,
-            KIND=kind, REFINE=residue is not None, SLOPES_LEARN=slopes_learn, PART=blocks.query.part,
-            **blocks.query.options(may_fuse), **constants | heads_of,
+            KIND=kind, REFINE=residue is not None, SLOPES_LEARN=slopes_learn, PART=launch.part,
+            **launch.options(may_fuse), **constants | heads_of,
         )  # fmt: skip
     columns = column_counts = None
     if kind != SOFTMAX:
@@ -388,12 +341,16 @@ def long_attention_backward(
     # Above alpha 2 a product must be the forward's to the last digit, though its factors are the other way round: the
     # interpreter's library adds small ones up in an order of their own.
     part = blocks.rows if alpha > 2 and q.dtype == torch.float32 else blocks.key.part
+    kernel, launch, at_once = key_kernel, blocks.key, blocks.keys_at_once
+    if blocks.hopper.key and sparse and serves_hopper(q, k, v, d_out):
+        kernel, launch = hopper_key.key_kernel, blocks.hopper.key
+        part, at_once = launch.part, 16 * launch.warps
     for heads_of in _launches(slopes, split):
-        key_kernel[(keys * (blocks.keys // blocks.keys_at_once) * batch * kv_heads,)](
+        kernel[(keys * (blocks.keys // at_once) * batch * kv_heads,)](
             q, k, v, d_out, d_k, d_v, delta, residue, maximum, height, gain, columns, column_counts,
             slopes, lengths, documents, a, r, scale, *strides, *d_k.stride(), *d_v.stride(), *sizes,
-            KIND=kind, REFINE=residue is not None, PART=part, KEYS=blocks.keys_at_once,
-            **blocks.key.options(may_fuse), **constants | heads_of,
+            KIND=kind, REFINE=residue is not None, PART=part, KEYS=at_once,
+            **launch.options(may_fuse), **constants | heads_of,
         )  # fmt: skip
     return d_q, d_k, d_v, d_slopes.sum((0, 2))
 

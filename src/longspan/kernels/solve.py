@@ -21,6 +21,46 @@ from longspan.kernels.tiles import (
 
 
 @triton.jit
+def first_height(height, hint, valid, r, tail, KIND: tl.constexpr, TAIL: tl.constexpr):
+    """Where to look first, from the survey's height and what it left as a hint."""
+    if TAIL:
+        # The survey solved sum u^2 = 1. Were the scores beyond its threshold exponentially distributed, sum u^r there
+        # would be this, and fall at this rate.
+        rate = 2.0 * tl.maximum(hint, 1e-20)
+        expected = tl.maximum(tail * tl.exp2((2.0 - r) * tl.log2(rate)), 1.0)
+        height -= tl.minimum(tl.log(expected) / rate, 0.9 * height)
+    elif KIND == 4:
+        height = tl.where(valid, hint, 0.0)
+    else:
+        # The survey's line lies below the norm. On rows of noise and of structure alike the root is about here.
+        height -= tl.minimum(0.15 / tl.maximum(hint, 1e-20), 0.5 * height)
+    return height
+
+
+@triton.jit
+def next_height(mass, gain_mass, support, height, low, high, r, aim, KIND: tl.constexpr):
+    """A step from the sums at `height`, the bracket it leaves, and how far the norms were from 1."""
+    norm, steepness = joined_norm(low * 0.0, low * 0.0, mass, gain_mass, r, KIND)
+    farthest = tl.max(tl.where(height > 0, tl.abs(norm - 1.0), 0.0), 0)
+    above = norm >= 1.0
+    low, high = tl.where(above, low, height), tl.where(above, height, high)
+    fall = curved_fall(mass, gain_mass, support, aim) if KIND == 4 else (norm - 1.0) / steepness
+    return inside(height - fall, low, high), low, high, farthest
+
+
+@triton.jit
+def sums_at(z, maximum, height, mass, gain_mass, support, r, KIND: tl.constexpr):
+    """Sums over rows at this height, with those of the scores `z` added."""
+    u = tl.maximum(z - maximum[:, None] + height[:, None], 0.0)
+    gain = gains(u, r, KIND)
+    mass += tl.sum(gain * u, 1)
+    gain_mass += tl.sum(gain, 1)
+    if KIND == 4:
+        support += tl.sum(positive(u), 1)
+    return mass, gain_mass, support
+
+
+@triton.jit
 def _sums(q, K, k_t, k_d, begin, count, List, positions, own, maximum, height, mass, gain_mass, support,
           a, r, scale, slope, end, Documents, TK, D,
           KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -30,12 +70,7 @@ def _sums(q, K, k_t, k_d, begin, count, List, positions, own, maximum, height, m
     for index in range(begin * (N // PART), count * (N // PART)):
         z = listed_scores(q, K, k_t, k_d, index, List, positions, own, a * scale, a * slope, end, Documents, TK, D,
                           CAUSAL, SLOPES, DOCUMENTS, PRECISION, MASKED, N, PART, BLOCK_D)  # fmt: skip
-        u = tl.maximum(z - maximum[:, None] + height[:, None], 0.0)
-        gain = gains(u, r, KIND)
-        mass += tl.sum(gain * u, 1)
-        gain_mass += tl.sum(gain, 1)
-        if KIND == 4:
-            support += tl.sum(positive(u), 1)
+        mass, gain_mass, support = sums_at(z, maximum, height, mass, gain_mass, support, r, KIND)
     return mass, gain_mass, support
 
 
@@ -70,17 +105,7 @@ def solve_kernel(Q, K, Maximum, Height, Hint, List, Counts, Over, Slopes, Length
     hint = tl.load(Hint + line_place, mask=valid, other=1.0)
 
     low, high = tl.zeros([M], tl.float32), height  # the root lies between these heights
-    if TAIL:
-        # The survey solved sum u^2 = 1. Were the scores beyond its threshold exponentially distributed, sum u^r there
-        # would be this, and fall at this rate.
-        rate = 2.0 * tl.maximum(hint, 1e-20)
-        expected = tl.maximum(tail * tl.exp2((2.0 - r) * tl.log2(rate)), 1.0)
-        height -= tl.minimum(tl.log(expected) / rate, 0.9 * height)
-    elif KIND == 4:
-        height = tl.where(valid, hint, 0.0)
-    else:
-        # The survey's line lies below the norm. On rows of noise and of structure alike the root is about here.
-        height -= tl.minimum(0.15 / tl.maximum(hint, 1e-20), 0.5 * height)
+    height = first_height(height, hint, valid, r, tail, KIND, TAIL)
     going = count > 0
     rounds = 0
     while going:
@@ -95,12 +120,7 @@ def solve_kernel(Q, K, Maximum, Height, Hint, List, Counts, Over, Slopes, Length
             q, K, k_t, k_d, masked, count, List, positions, own, maximum, height, mass, gain_mass, support,
             a, r, scale, slope, limit, Documents, TK, D,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, False, N, PART, BLOCK_D)  # fmt: skip
-        norm, steepness = joined_norm(low * 0.0, low * 0.0, mass, gain_mass, r, KIND)
-        farthest = tl.max(tl.where(height > 0, tl.abs(norm - 1.0), 0.0), 0)
+        height, low, high, farthest = next_height(mass, gain_mass, support, height, low, high, r, aim, KIND)
         rounds += 1
         going = (farthest > tolerance) & (rounds < 32)
-        above = norm >= 1.0
-        low, high = tl.where(above, low, height), tl.where(above, height, high)
-        fall = curved_fall(mass, gain_mass, support, aim) if KIND == 4 else (norm - 1.0) / steepness
-        height = inside(height - fall, low, high)
     tl.store(Height + line_place, height, mask=valid)

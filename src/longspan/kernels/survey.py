@@ -56,12 +56,10 @@ def _highest_above_0(z):
 
 
 @triton.jit
-def _survey_tile(product, tile, positions, own, maximum, height, line, slope_of_line, mass, gain_mass, fallen,
+def survey_tile(product, tile, keys, positions, own, maximum, height, line, slope_of_line, mass, gain_mass, fallen,
                  count, masked, List, a, r, scale, slope, end, Documents, TK,
-                 KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr,
-                 SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, ABOVE_0: tl.constexpr,
-                 N: tl.constexpr):  # fmt: skip
-    keys = tile * N + tl.arange(0, N)
+                 KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
+                 DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, ABOVE_0: tl.constexpr):  # fmt: skip
     if SLOPES or MASKED:
         z = row_scores(product, keys, positions, own, a * scale, a * slope, end, Documents, TK,
                        CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
@@ -114,11 +112,42 @@ def _whole_tiles(q, K, k_t, k_d, begin, end, whole, positions, own, maximum, hei
         tile = whole - 1 - index
         k = load_tile(K, tile * N, k_t, k_d, TK, D, N, BLOCK_D, WHOLE=True)
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _survey_tile(
-            product, tile, positions, own, maximum, height, line, slope_of_line, mass, gain_mass, fallen, count,
-            masked, List, a, r, scale, slope, limit, Documents, TK, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, False,
-            ABOVE_0, N)  # fmt: skip
+        maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = survey_tile(
+            product, tile, tile * N + tl.arange(0, N), positions, own, maximum, height, line, slope_of_line, mass,
+            gain_mass, fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK,
+            KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, False, ABOVE_0)  # fmt: skip
     return maximum, height, line, slope_of_line, mass, gain_mass, fallen, count
+
+
+@triton.jit
+def first_in_reach(reach, maximum, height, a, scale, slope, valid, position, inner, whole, N: tl.constexpr):
+    """The first tile, not before `inner`, that may hold a survivor under a slope. `reach`: |q| |k| of every row.
+
+    scale |q| |k| - slope distance is under the threshold beyond a distance, for every row.
+    """
+    room = tl.where(valid, reach * (a * scale * 1.001) - maximum + height, -float("inf"))
+    window = tl.minimum(tl.maximum(tl.max(room, 0) / tl.maximum(a * slope, 1e-30), -1e9), 1e9)
+    window = tl.where(slope > 0, window, 1e9)
+    inner = tl.maximum(inner, (position.to(tl.float32) - window).to(tl.int32) // N)
+    return tl.minimum(inner, whole)
+
+
+@triton.jit
+def store_survey(Maximum, Height, Bound, Hint, Counts, pair, place, rows, TQ, maximum, height,
+                 slope_of_line, mass, gain_mass, fallen, masked, count, GUESS: tl.constexpr):  # fmt: skip
+    valid, sees = rows < TQ, maximum > -1e30
+    line_place = pair.to(tl.int64) * TQ + rows
+    tl.store(Maximum + line_place, tl.where(sees, maximum, 0.0), mask=valid)
+    tl.store(Height + line_place, tl.where(sees, height, 0.0), mask=valid)
+    tl.store(Bound + line_place, tl.where(sees, height, 0.0), mask=valid)
+    hint = slope_of_line
+    if GUESS:
+        mass, gain_mass = thinned(mass, gain_mass, height + fallen, fallen)
+        fall = tl.minimum(tl.maximum(thinned_to_1(mass, gain_mass, height), 0.0), 0.9 * height)
+        hint = tl.where(sees, height - fall, 0.0)
+    tl.store(Hint + line_place, hint, mask=valid)
+    tl.store(Counts + place * 2, masked)
+    tl.store(Counts + place * 2 + 1, count)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -160,20 +189,15 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
         tile = masked_tile(edges - 1 - index, start, inner, whole)
         k = load_tile(K, tile * N, k_t, k_d, TK, D, N, BLOCK_D)
         product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _survey_tile(
-            product, tile, positions, own, maximum, height, line, slope_of_line, mass, gain_mass, fallen, count,
-            0, List, a, r, scale, slope, limit, Documents, TK, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, True,
-            False, N)  # fmt: skip
+        maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = survey_tile(
+            product, tile, tile * N + tl.arange(0, N), positions, own, maximum, height, line, slope_of_line, mass,
+            gain_mass, fallen, count, 0, List, a, r, scale, slope, limit, Documents, TK,
+            KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, True, False)  # fmt: skip
     masked = count
     if SLOPES and CAUSAL and not MASK_ALL:
-        # scale |q| |k| - slope distance is under the threshold beyond this distance, for every row.
         norm = tl.load(KeyNorms + pair // H * (H // GROUP) + pair % H // GROUP)
         reach = tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1)) * norm
-        room = tl.where(valid, reach * (a * scale * 1.001) - maximum + height, -float("inf"))
-        window = tl.minimum(tl.maximum(tl.max(room, 0) / tl.maximum(a * slope, 1e-30), -1e9), 1e9)
-        window = tl.where(slope > 0, window, 1e9)
-        inner = tl.maximum(inner, ((first + TK - TQ).to(tl.float32) - window).to(tl.int32) // N)
-        inner = tl.minimum(inner, whole)
+        inner = first_in_reach(reach, maximum, height, a, scale, slope, valid, first + TK - TQ, inner, whole, N)
     # Once no threshold is negative, neither is a score that matters.
     near = tl.minimum(whole - inner, 1)
     maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _whole_tiles(
@@ -190,16 +214,5 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
         gain_mass, fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK, D, KIND, GUESS, CAUSAL,
         SLOPES, DOCUMENTS, PRECISION, False, N, BLOCK_D)  # fmt: skip
 
-    sees = maximum > -1e30
-    line_place = pair.to(tl.int64) * TQ + rows
-    tl.store(Maximum + line_place, tl.where(sees, maximum, 0.0), mask=valid)
-    tl.store(Height + line_place, tl.where(sees, height, 0.0), mask=valid)
-    tl.store(Bound + line_place, tl.where(sees, height, 0.0), mask=valid)
-    hint = slope_of_line
-    if GUESS:
-        mass, gain_mass = thinned(mass, gain_mass, height + fallen, fallen)
-        fall = tl.minimum(tl.maximum(thinned_to_1(mass, gain_mass, height), 0.0), 0.9 * height)
-        hint = tl.where(sees, height - fall, 0.0)
-    tl.store(Hint + line_place, hint, mask=valid)
-    tl.store(Counts + place * 2, masked)
-    tl.store(Counts + place * 2 + 1, count)
+    store_survey(Maximum, Height, Bound, Hint, Counts, pair, place, rows, TQ, maximum, height,
+                 slope_of_line, mass, gain_mass, fallen, masked, count, GUESS)  # fmt: skip

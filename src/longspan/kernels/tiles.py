@@ -117,11 +117,18 @@ def append(List, count, items, live):
 
 
 @triton.jit
-def block_of_queries(H, NQ, TQ, TK, M: tl.constexpr):
+def place_in_grid(H, NQ, M: tl.constexpr):
     """Which block of queries this program has: long rows first, neighbours share their keys."""
     pair, block = tl.program_id(0) // NQ, NQ - 1 - tl.program_id(0) % NQ
-    rows = block * M + tl.arange(0, M)
-    return pair, block, (pair // H).to(tl.int64), (pair % H).to(tl.int64), block * M, rows, rows + TK - TQ
+    return pair, block, (pair // H).to(tl.int64), (pair % H).to(tl.int64), block * M
+
+
+@triton.jit
+def block_of_queries(H, NQ, TQ, TK, M: tl.constexpr):
+    """This program's block of queries, its rows and their positions among the keys."""
+    pair, block, batch, head, first = place_in_grid(H, NQ, M)
+    rows = first + tl.arange(0, M)
+    return pair, block, batch, head, first, rows, rows + TK - TQ
 
 
 @triton.jit

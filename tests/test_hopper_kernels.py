@@ -1,0 +1,60 @@
+"""Kernels in Gluon do what their namesakes do; in the interpreter by stand-ins that copy and multiply late."""
+
+from typing import Any
+
+import pytest
+import torch
+from long_problems import PROBLEMS
+from test_kernels import dtypes
+from test_long_kernels import arguments, assert_as_close_as_plain_torch, made, ops
+from torch import Tensor
+
+from longspan.kernels import launches
+
+HALVES = [dtype for dtype in dtypes() if dtype.itemsize == 2]
+SPARSE = [name for name, problem in PROBLEMS.items() if isinstance(problem.alpha, float) and 1 < problem.alpha <= 2]
+KERNELS = launches.Hopper._fields
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("another GPU")
+
+    def use(*kernels: str) -> None:
+        monkeypatch.setattr(launches, "ON_HOPPER", frozenset(kernels))
+
+    return use
+
+
+def results(call: dict[str, Any]) -> list[Tensor]:
+    """The output with and without gradients, and they."""
+    inputs = [call["q"], call["k"], call["v"]]
+    out, _ = ops.attend(*arguments(call), False)
+    gradients = torch.autograd.grad(out, inputs, torch.cos(out.detach()))
+    with torch.no_grad():
+        return [out.detach(), ops.attend(*arguments(call), False)[0], *gradients]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", SPARSE)
+def test_as_its_namesake(name: str, kernel: str, dtype: torch.dtype, device: torch.device, on_hopper: Any) -> None:
+    """The same bits where sums are made in the same order, and elsewhere the same but for rounding."""
+    call = made(PROBLEMS[name], dtype, device)
+    wanted = results(call)
+    on_hopper(kernel)
+    for mine, theirs in zip(results(call), wanted, strict=True):
+        if kernel in ("survey", "key"):
+            assert torch.equal(mine, theirs)
+        size = float(theirs.double().abs().max())
+        torch.testing.assert_close(mine.double(), theirs.double(), rtol=0, atol=3 * torch.finfo(dtype).eps * size)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", SPARSE)
+def test_together_as_close_to_the_oracle_as_plain_torch(
+    name: str, dtype: torch.dtype, device: torch.device, on_hopper: Any
+) -> None:
+    on_hopper(*KERNELS)
+    assert_as_close_as_plain_torch(made(PROBLEMS[name], dtype, device))
