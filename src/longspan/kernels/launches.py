@@ -1,6 +1,7 @@
 """How the kernels of long rows are launched: what of a tile they take at a time, by how many threads."""
 
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,6 +108,11 @@ def on_hopper(q: Tensor, v: Tensor) -> Hopper:
         key=Launch(64, 4 if narrow else 8, 3, gluon=True),
     )
     return every._replace(**{name: None for name in every._fields if name not in ON_HOPPER})
+
+
+def gluon_kernel(name: str) -> Any:
+    """A kernel in Gluon, imported when it is used: an experiment of Triton's, which its next release may change."""
+    return getattr(import_module(f"longspan.kernels.hopper.{name}"), f"{name}_kernel")
 
 
 def serves_hopper(*inputs: Tensor) -> bool:

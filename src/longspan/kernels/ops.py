@@ -10,12 +10,7 @@ from torch import Tensor
 from longspan.kernels.backward import column_kernel, key_kernel, query_kernel
 from longspan.kernels.candidates import capacity, collect_kernel, room_for, root_kernel
 from longspan.kernels.edges import edge_kernel
-from longspan.kernels.hopper import key as hopper_key
-from longspan.kernels.hopper import output as hopper_output
-from longspan.kernels.hopper import query as hopper_query
-from longspan.kernels.hopper import solve as hopper_solve
-from longspan.kernels.hopper import survey as hopper_survey
-from longspan.kernels.launches import Blocks, blocks_of, serves_hopper, tile_of
+from longspan.kernels.launches import Blocks, blocks_of, gluon_kernel, serves_hopper, tile_of
 from longspan.kernels.output import output_kernel
 from longspan.kernels.softmax import softmax_kernel
 from longspan.kernels.solve import solve_kernel
@@ -230,7 +225,7 @@ def long_attention(
     kind, mask_all, block_dv = _kind(q, alpha), constants.pop("MASK_ALL"), constants.pop("BLOCK_DV")
     kernel, launch = survey_kernel, blocks.survey
     if blocks.hopper.survey and serves_hopper(q, k):
-        kernel, launch = hopper_survey.survey_kernel, blocks.hopper.survey
+        kernel, launch = gluon_kernel("survey"), blocks.hopper.survey
     for heads_of in launches:
         kernel[grid](
             q, k, made.maximum, made.height, bound, hint, made.tiles, made.counts, slopes, lengths, documents, ranges,
@@ -263,7 +258,7 @@ def long_attention(
     else:
         kernel, launch = solve_kernel, blocks.solve
         if blocks.hopper.solve and alpha <= 2 and serves_hopper(q, k):
-            kernel, launch = hopper_solve.solve_kernel, blocks.hopper.solve
+            kernel, launch = gluon_kernel("solve"), blocks.hopper.solve
         for heads_of in launches:
             kernel[grid](
                 q, k, made.maximum, made.height, hint, made.tiles, made.counts, found and found.over,
@@ -274,7 +269,7 @@ def long_attention(
     kernel, launch = output_kernel, blocks.output if mean else blocks.output_alone
     instead = blocks.hopper.output if mean else blocks.hopper.output_alone
     if instead and alpha <= 2 and not stats and serves_hopper(q, k, v, made.out):
-        kernel, launch = hopper_output.output_kernel, instead
+        kernel, launch = gluon_kernel("output"), instead
     for heads_of in launches:
         kernel[grid](
             q, k, v, made.out, made.mean, made.maximum, made.height, edge_gain, bound, made.support, made.entropy,
@@ -323,7 +318,7 @@ def long_attention_backward(
     sparse = kind != SOFTMAX and alpha <= 2
     kernel, launch = query_kernel, blocks.query
     if blocks.hopper.query and sparse and serves_hopper(q, k, v, d_out, mean):
-        kernel, launch = hopper_query.query_kernel, blocks.hopper.query
+        kernel, launch = gluon_kernel("query"), blocks.hopper.query
     for heads_of in _launches(slopes, split and not slopes_learn):
         kernel[(rows * batch * heads,)](
             q, k, v, d_out, d_q, mean, delta, residue, maximum, height, gain, tiles, counts, slopes, d_slopes,
@@ -343,7 +338,7 @@ def long_attention_backward(
     part = blocks.rows if alpha > 2 and q.dtype == torch.float32 else blocks.key.part
     kernel, launch, at_once = key_kernel, blocks.key, blocks.keys_at_once
     if blocks.hopper.key and sparse and serves_hopper(q, k, v, d_out):
-        kernel, launch = hopper_key.key_kernel, blocks.hopper.key
+        kernel, launch = gluon_kernel("key"), blocks.hopper.key
         part, at_once = launch.part, 16 * launch.warps
     for heads_of in _launches(slopes, split):
         kernel[(keys * (blocks.keys // at_once) * batch * kv_heads,)](
