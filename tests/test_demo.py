@@ -203,12 +203,6 @@ def test_samples_of_the_test_are_those_of_older_rows() -> None:
     assert demo.evaluate(model, 4096, config)["accuracy"] == 100 * right / 17
 
 
-def test_rows_older_than_the_field_had_the_rate_of_their_training() -> None:
-    assert demo.learning_rate_of({"learning_rate": 5e-4, "training": "paper"}) == 5e-4
-    assert demo.learning_rate_of({"training": "paper"}) == 1e-3
-    assert demo.learning_rate_of({"training": "demo"}) == demo.learning_rate_of({}) == 2e-3
-
-
 def test_a_little_training_learns_the_task() -> None:
     events: list[demo.Event] = []
     contestant = next(contestant for contestant in demo.CONTESTANTS if contestant.name == "asentmax")

@@ -110,12 +110,6 @@ class DemoConfig:
 
 
 PAPER_TRAINING = DemoConfig(training="paper", steps=100_000, learning_rate=1e-3)
-_UNTOLD_RATES: dict[str, float] = {"demo": 2e-3, "paper": 1e-3}  # by training; not today's defaults, which may change
-
-
-def learning_rate_of(row: Row) -> float:
-    """The peak rate that a row was trained at; rows older than the field do not tell, and had one for all methods."""
-    return float(row.get("learning_rate") or _UNTOLD_RATES[row.get("training", "demo")])
 
 
 class Progress(NamedTuple):

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from longspan import language_report, report
+from longspan import language_report, report, retrieval_rows
 from longspan.ladders import FIGURES, LANGUAGE_FIGURE, MAIN, MAIN_FIGURE, RECIPES, draw_all, main_panels, task_panels
 from longspan.paper.names import config_named, parse_name
 from longspan.paper.tables import PaperTable, RowKey, get_table, table_names
@@ -165,11 +165,10 @@ def _made(
         found = measured[origin]
         seeds = sorted({row["seed"] for row in found})
         if (choice := made.get(origin)) is None:
-            commands = ", ".join(sorted({f"`{row['command']}`" for row in found}))
-            text.append([*origin, "", "", _seeds(seeds, seeds), *[""] * 3, _commits(found), commands])
+            text.append([*origin, "", "", _seeds(seeds, seeds), *[""] * 3, _commits(found), _commands(found)])
             continue
         runs = choice.chosen.runs
-        steps = ", ".join(sorted({str(row["steps"]) for row in runs}))
+        steps = ", ".join(sorted({str(row["steps"]) for row in runs or found if "steps" in row}))
         cells = [choice.chosen.rates, choice.reason, _seeds(seeds, choice.chosen.seeds), steps, _escapes(runs)]
         text.append([*origin, *cells, _minutes(runs), _commits(found), _command(choice.chosen)])
     return markdown(text, names=len(text[0]))
@@ -203,8 +202,14 @@ def _commits(rows: Sequence[Row]) -> str:
     return ", ".join(sorted({str(row.get("commit")) for row in rows}))
 
 
+def _commands(rows: Iterable[Row]) -> str:
+    return ", ".join(sorted({f"`{row['command']}`" for row in rows}))
+
+
 def _command(candidate: Candidate) -> str:
     """What makes the runs again; marked where the recipe has changed since."""
+    if candidate.rows[-1]["task"] == retrieval_rows.TASK:
+        return _commands(candidate.tests)
     first, last = min(candidate.seeds), max(candidate.seeds)
     seeds = f"--seeds {last - first + 1}" + (f" --first-seed {first}" if first else "")
     command = f"`longspan sweep '{candidate.recipe}' {seeds} --evaluate`"

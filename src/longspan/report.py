@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from longspan.evaluate.ladder import purpose_of, wilson
-from longspan.paper.max_retrieval import paper_row
+from longspan.evaluate.ladder import purpose_of
 from longspan.paper.names import parse_name
 from longspan.paper.tables import PaperTable
 from longspan.results import Row, read_rows
+from longspan.retrieval_rows import in_common_words
 
 PUBLISHED = "published"  # the source of the paper's own numbers; `paper` is its recipe, run by us
 _ROPE_FACTOR = "model.attention.rope_factor="
@@ -54,14 +54,14 @@ Origin = tuple[str, str, str]  # position, method, source
 
 
 def rows_under(folders: Iterable[Path]) -> Iterator[Row]:
-    """Every row of the files, and of the ``*.jsonl`` under the folders that are not logs."""
-    for folder in folders:
-        if folder.is_file():
-            yield from read_rows(folder)
-        else:
-            for path in sorted(folder.rglob("*.jsonl")):
-                if path.name not in ("log.jsonl", "logs.jsonl"):
-                    yield from read_rows(path)
+    """Every row of the files, and of the ``*.jsonl`` under the folders that are not logs, in common words."""
+    return in_common_words(row for folder in folders for path in _files(folder) for row in read_rows(path))
+
+
+def _files(folder: Path) -> list[Path]:
+    if folder.is_file():
+        return [folder]
+    return [path for path in sorted(folder.rglob("*.jsonl")) if path.name not in ("log.jsonl", "logs.jsonl")]
 
 
 def table_lines(rows: Iterable[Row], table: PaperTable) -> list[Line]:
@@ -84,7 +84,7 @@ def table_rows(rows: Iterable[Row], table: PaperTable) -> dict[Origin, list[Row]
     """Our test rows of a table, by the line that they belong to."""
     task = task_of(table)
     found: dict[Origin, list[Row]] = defaultdict(list)
-    for row in map(_of_demo, rows):
+    for row in rows:
         if row.get("task") != task or "recipe" not in row or "value" not in row or purpose_of(row) != "test":
             continue
         position, method, source = origin_of(row)
@@ -178,15 +178,6 @@ def origin_of(row: Row) -> Origin:
             value = edit.removeprefix(_ROPE_FACTOR)
             position = "rope_unscaled" if value in ("null", "None") else f"rope_factor_{float(value):g}"
     return position, name.method, "+".join(["/".join(filter(None, (name.author, name.size))), *kept])
-
-
-def _of_demo(row: Row) -> Row:
-    """A row of the demo of Max Retrieval, which has no recipe, in the words of the others."""
-    if row.get("task") != "max_retrieval" or "accuracy" not in row:
-        return row
-    low, high = wilson(round(row["accuracy"] * row["samples"] / 100), row["samples"])
-    recipe = f"{row.get('training', 'demo')}/max_retrieval/none/{paper_row(row['method'])}"
-    return {**row, "recipe": recipe, "value": row["accuracy"], "low": 100 * low, "high": 100 * high}
 
 
 def markdown(table: Sequence[Sequence[str]], names: int) -> str:

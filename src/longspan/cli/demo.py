@@ -13,6 +13,7 @@ from rich.table import Table
 
 from longspan.cli.console import console, fail
 from longspan.results import Row, append_rows, provenance, read_rows
+from longspan.retrieval_rows import learning_rate_of
 
 if TYPE_CHECKING:
     from longspan.demo import DemoConfig
@@ -97,7 +98,7 @@ def _kept(path: Path, config: "DemoConfig") -> list[Row]:
     said: Row = {"training": config.training, "steps": config.steps, "learning_rate": config.learning_rate}
     said |= {"samples": config.samples, "seed": config.seed}
     for row in rows:
-        told = {**row, "learning_rate": story.learning_rate_of(row)}
+        told = {**row, "learning_rate": learning_rate_of(row)}
         if any(told.get(key) != value for key, value in said.items()):
             fail(f"{path} has rows of another run ({row}); choose another folder")
     measured = Counter(row["method"] for row in rows)

@@ -55,8 +55,10 @@ def choose(
     """Print the learning rate that validation chooses for every method, and why: a plan for `longspan sweep --plan`."""
     from longspan import selection
     from longspan.report import rows_under
+    from longspan.retrieval_rows import TASK
 
     for choice in selection.choose(list(rows_under(rows or [RESULTS]))):
         if contains in choice.chosen.recipe:
             numbers = " ".join(map(str, range(seeds)))
-            typer.echo(f"{choice.chosen.recipe} {numbers}  # {choice.chosen.rates}: {choice.reason}")
+            aside = "# longspan demo, " if choice.cell.task == TASK else ""  # no run of a sweep
+            typer.echo(f"{aside}{choice.chosen.recipe} {numbers}  # {choice.chosen.rates}: {choice.reason}")
