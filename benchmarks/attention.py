@@ -37,6 +37,7 @@ from longspan.results import Row, append_rows, provenance, read_rows
 
 HEADS, TOKENS, BLOCK = 16, 1 << 14, 128
 KINDS = ("random", "topics4", "topics16", "nape")
+VARIANTS = ("gluon", "votes")  # `kernels/hopper`, and `kernels/votes.py` for the kernels of Triton
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -73,11 +74,15 @@ def ours(slopes: Tensor | None, alpha: float) -> Attend:
 
 @contextlib.contextmanager
 def kernels_of(name: str) -> Iterator[None]:
-    """While an implementation of this name runs, its backward included: all kernels in Gluon, or those in use."""
-    from longspan.kernels import launches
+    """While an implementation of this name runs, its backward included: the kernels in use, or a variant of them."""
+    from longspan.kernels import launches, ops
 
-    used = launches.Hopper._fields if name.endswith(" gluon") else launches.ON_HOPPER
-    with patch.object(launches, "ON_HOPPER", frozenset(used)):
+    with contextlib.ExitStack() as stack:
+        if name.endswith(" gluon"):
+            stack.enter_context(patch.object(launches, "ON_HOPPER", frozenset(launches.Hopper._fields)))
+        if name.endswith(" votes"):
+            voting = lambda q, v: launches.with_votes(launches.blocks_of(q, v))  # noqa: E731
+            stack.enter_context(patch.object(ops, "blocks_of", voting))
         yield
 
 
@@ -107,11 +112,11 @@ def adasplash() -> Attend:
 
 
 def implementations(
-    kind: str, slopes: Tensor | None, length: int, alphas: list[float], peers: list[str], gluon: bool
+    kind: str, slopes: Tensor | None, length: int, alphas: list[float], peers: list[str], variants: list[str]
 ) -> dict[str, Attend]:
     found = {f"entmax {alpha:g}" if alpha > 1 else "softmax, ours": ours(slopes, alpha) for alpha in alphas}
-    if gluon:
-        found |= {f"{name} gluon": found[name] for name in list(found) if name.startswith("entmax")}
+    entmax = [name for name in found if name.startswith("entmax")]
+    found |= {f"{name} {variant}": found[name] for name in entmax for variant in variants}
     if "flash" in peers:
         found["flash"] = sdpa(SDPBackend.FLASH_ATTENTION)
     if "cudnn" in peers:
@@ -186,7 +191,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), type=kind_named)
     parser.add_argument("--alphas", nargs="+", type=float, default=[1.5])
     parser.add_argument("--peers", nargs="*", default=["flash", "cudnn", "flex", "adasplash"])
-    parser.add_argument("--gluon", action="store_true", help="Time ours by the kernels in Gluon too.")
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=[], help="Of our kernels, timed too.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=math.inf, help="Start no new cell after so long.")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/attention.jsonl"))
@@ -212,7 +217,7 @@ def run(arguments: argparse.Namespace) -> None:
                     print("out of time: the rest is left out")
                     return
                 inputs, slopes = workload(kind, length, dim)
-                attend = implementations(kind, slopes, length, arguments.alphas, arguments.peers, arguments.gluon)
+                attend = implementations(kind, slopes, length, arguments.alphas, arguments.peers, arguments.variants)
                 for name, (forward, both) in measure(attend, inputs, arguments.rounds).items():
                     row: Row = {"dim": dim, "length": length, "kind": kind, "name": name}
                     with kernels_of(name):

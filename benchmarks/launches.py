@@ -62,6 +62,11 @@ def fits(blocks: Blocks, kernel: str, dim: int) -> bool:
     return numbers + 30 <= limit and 32 * launch.warps * (launch.registers or 0) <= OF_A_PROCESSOR
 
 
+def votes_of(kernel: str) -> tuple[bool, ...]:
+    """Without and with votes, for kernels that have a use for them."""
+    return (False, True) if kernel in ("survey", "output") else (False,)
+
+
 def others(blocks: Blocks, kernel: str, dim: int) -> Iterator[Blocks]:
     """Blocks that differ in one kernel's launch alone; of the keys' also in how many it takes at once."""
     now = launched(blocks, kernel)
@@ -69,8 +74,9 @@ def others(blocks: Blocks, kernel: str, dim: int) -> Iterator[Blocks]:
     for keys in sizes:
         parts = [keys] if kernel in ("survey", "tiles") else [part for part in (32, 64, 128) if part <= keys]
         at_once = [some for some in (64, 128) if some <= keys] if kernel == "key" else [blocks.keys_at_once]
-        for part, warps, stages, registers, some in product(parts, (4, 8), (2, 3), REGISTERS, at_once):
-            launch = Launch(part, warps, stages, registers, now.fused)
+        votes = votes_of(kernel)
+        for part, warps, stages, registers, some, vote in product(parts, (4, 8), (2, 3), REGISTERS, at_once, votes):
+            launch = Launch(part, warps, stages, registers, now.fused, votes=vote)
             name = "survey" if kernel == "tiles" else kernel
             changed = {name: launch, "keys": keys, "keys_at_once": some}
             tried = blocks._replace(**changed)  # type: ignore[arg-type]
@@ -81,8 +87,9 @@ def others(blocks: Blocks, kernel: str, dim: int) -> Iterator[Blocks]:
 def in_gluon(blocks: Blocks, kernel: str, dim: int) -> Iterator[Blocks]:
     """Blocks in which the kernel's namesake in Gluon takes its place."""
     parts = {"output": (blocks.keys // 2,), "output_alone": (blocks.keys // 2,), "query": (32, 64), "key": (32, 64)}
-    for part, warps, stages, registers in product(parts.get(kernel, (blocks.keys,)), (4, 8), (2, 3, 4), REGISTERS):
-        launch = Launch(part, warps, stages, registers, gluon=True)
+    sizes, votes = parts.get(kernel, (blocks.keys,)), votes_of(kernel)
+    for part, warps, stages, registers, vote in product(sizes, (4, 8), (2, 3, 4), REGISTERS, votes):
+        launch = Launch(part, warps, stages, registers, gluon=True, votes=vote)
         tried = blocks._replace(hopper=blocks.hopper._replace(**{kernel: launch}))
         if fits(tried, kernel, dim):
             yield tried
@@ -188,6 +195,7 @@ def named(kernel: str, dim: int, tried: Blocks) -> str:
     launch = launched(tried, kernel)
     said = f"{kernel} {dim}{' in Gluon' if launch.gluon else ''}: part {launch.part}, {launch.warps} warps, "
     said += f"{launch.stages} stages, {launch.registers} registers, tiles of {tried.keys} keys"
+    said += ", votes" if launch.votes else ""
     return said + (f", {keys_together(tried, kernel)} at once" if kernel == "key" else "")
 
 

@@ -76,7 +76,7 @@ PLAIN: dict[str, Any] = {
     "SCALES": False, "STARTS": False, "PAGED": False, "NORMS": False, "BOXES": False, "AT_ONCE": 16, "PROBES": 4,
     "EARLY": True, "COLLECTED": True, "REFINE": False, "CAP": 64, "DEFER": True, "SHARES": 4,
     "GATHER": 16, "PARTS": 16, "AVERAGE": False, "AFTER": True, "BEFORE": True, "KEEP": True,
-    "ADD": True, "BLOCK": 256, "PLACES": False, "ABOVE_2": False, "SPLIT": False, "SLOPES_LEARN": True,
+    "ADD": True, "BLOCK": 256, "PLACES": False, "ABOVE_2": False, "SPLIT": False, "SLOPES_LEARN": True, "VOTES": False,
 }  # fmt: skip
 SPARSE: dict[str, dict[str, Any]] = {
     "slopes": {"SLOPES": True},
@@ -89,6 +89,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     "any_alpha": {"KIND": -1, "GUESS": False, "TAIL": True},
     "float32": {"KIND": -2, "PRECISION": "ieee", "REFINE": True, "SLOPES": True},
     "by_rounds": {"COLLECTED": False},
+    "votes": {"VOTES": True},
 }
 ABOVE_2: dict[str, dict[str, Any]] = {
     "alpha_3": {"KIND": 1, "CONVEX": False, "ABOVE_2": True},
@@ -146,7 +147,7 @@ GATED: dict[str, dict[str, Any]] = {
 }
 NARROW = {"BLOCK_D": 32, "BLOCK_DV": 32}
 IN_GLUON = {"WARPS": 8, "M": 128, "N": 128, "PART": 64, "KEYS": 128, "BLOCK_D": 64, "BLOCK_DV": 64, "DEPTH": 2}
-GLUON = {name: SPARSE[name] | IN_GLUON for name in ("slopes", "sloped_heads", "masks", "future", "any_alpha")}
+GLUON = {name: SPARSE[name] | IN_GLUON for name in ("slopes", "sloped_heads", "masks", "future", "any_alpha", "votes")}
 ADAM: dict[str, Any] = {"PARTS": adam.PARTS, "BLOCK": adam.BLOCK}
 SHORT: dict[str, dict[str, Any]] = {
     "alpha_1.5": {"SLOPES": True},

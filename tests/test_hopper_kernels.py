@@ -1,4 +1,4 @@
-"""Kernels in Gluon do what their namesakes do; in the interpreter by stand-ins that copy and multiply late."""
+"""Kernels in Gluon do what their namesakes do, in the interpreter by stand-ins that are late in all; and votes."""
 
 from typing import Any
 
@@ -58,3 +58,15 @@ def test_together_as_close_to_the_oracle_as_plain_torch(
 ) -> None:
     on_hopper(*KERNELS)
     assert_as_close_as_plain_torch(made(PROBLEMS[name], dtype, device))
+
+
+@pytest.mark.parametrize("dtype", dtypes())
+@pytest.mark.parametrize("name", ["300_tokens", "grouped_heads", "slopes_and_grouped_heads"])
+def test_a_vote_says_what_a_maximum_does(
+    name: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled by an instruction of the GPU, in the interpreter by a maximum after all."""
+    call = made(PROBLEMS[name], dtype, device)
+    wanted = results(call)
+    monkeypatch.setattr(ops, "blocks_of", lambda q, v: launches.with_votes(launches.blocks_of(q, v)))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(results(call), wanted, strict=True))

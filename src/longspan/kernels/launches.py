@@ -16,7 +16,8 @@ class Launch(NamedTuple):
     """How a kernel runs: the keys or queries it takes at a time, its warps, the depth of its pipeline, the most
     registers of a thread, so that two or more blocks of threads share a processor and hide each other's waits, and
     whether a product and a sum may be rounded once. Where they may, ties come apart: a score less the maximum is 0 in
-    a tile that is masked, and half a digit of the score in one that is not. And whether the kernel is that in Gluon."""
+    a tile that is masked, and half a digit of the score in one that is not. Whether the kernel is that in Gluon; and
+    whether its threads vote on what they all must know, see `votes.py`."""
 
     part: int
     warps: int
@@ -24,6 +25,7 @@ class Launch(NamedTuple):
     registers: int | None = None
     fused: bool = True
     gluon: bool = False
+    votes: bool = False
 
     def options(self, may_fuse: bool = True) -> dict[str, int | None]:
         return {
@@ -92,15 +94,21 @@ def blocks_of(q: Tensor, v: Tensor) -> Blocks:
     return Blocks(rows, keys, Launch(64, 8, 2), Launch(64, 4, 2), Launch(64, 8, 2), wide, wide, wide, wide, 64)
 
 
+def with_votes(blocks: Blocks) -> Blocks:
+    """The same with votes in the kernels that have a use for them. Not timed yet."""
+    named = ("survey", "output")
+    return blocks._replace(**{name: getattr(blocks, name)._replace(votes=True) for name in named})
+
+
 def on_hopper(q: Tensor, v: Tensor) -> Hopper:
     """Those of ON_HOPPER, by the width of a head."""
     if q.dtype.itemsize != 2 or max(padded(q.shape[3]), padded(v.shape[3])) > 128:
         return Hopper()
     narrow = max(padded(q.shape[3]), padded(v.shape[3])) <= 64
     shared = Launch(128, 8, 3 if narrow else 2, 128, gluon=True)
-    halves = Launch(64, 8, 2, gluon=True)
+    halves = Launch(64, 8, 2, gluon=True, votes=True)
     every = Hopper(
-        survey=shared,
+        survey=shared._replace(votes=True),
         solve=shared,
         output=halves,
         output_alone=halves,

@@ -230,7 +230,8 @@ def long_attention(
         kernel[grid](
             q, k, made.maximum, made.height, bound, hint, made.tiles, made.counts, slopes, lengths, documents, ranges,
             norms, a, survey_r, scale, *q.stride(), *k.stride(), *sizes[:5], rows, keys,
-            KIND=survey_kind, GUESS=kind == 4, MASK_ALL=mask_all, **launch.options(), **constants | heads_of,
+            KIND=survey_kind, GUESS=kind == 4, MASK_ALL=mask_all, VOTES=launch.votes,
+            **launch.options(), **constants | heads_of,
         )  # fmt: skip
     found, edge_gain, most = None, made.edge_gain if alpha > 2 else None, _most_gain(q.dtype)
     # Where weights are roots of distances to a score, a score must be the same number wherever it is made.
@@ -276,7 +277,7 @@ def long_attention(
             made.tiles, made.counts, made.live, slopes, lengths, documents, a, r, scale, _slack(q.dtype),
             *strides, *sizes, rows, keys,
             KIND=kind, CONVEX=alpha <= 2, MEAN=mean, GRAD=grad, MAP=grad or stats, STATS=stats,
-            PART=launch.part, BLOCK_DV=block_dv, **launch.options(may_fuse), **constants | heads_of,
+            VOTES=launch.votes, PART=launch.part, BLOCK_DV=block_dv, **launch.options(may_fuse), **constants | heads_of,
         )  # fmt: skip
     return list(made)
 

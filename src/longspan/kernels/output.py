@@ -19,6 +19,7 @@ from longspan.kernels.tiles import (
     store_tile,
     surveyed,
 )
+from longspan.kernels.votes import any_above_0, ready_to_vote
 
 
 @triton.jit
@@ -27,7 +28,8 @@ def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, mark, 
            a, r, scale, slope, end, Documents, TK, D, DV,
            KIND: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr,
            PRECISION: tl.constexpr, MEAN: tl.constexpr, MAP: tl.constexpr, STATS: tl.constexpr, MASKED: tl.constexpr,
-           N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+           VOTES: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr,
+           BLOCK_DV: tl.constexpr):  # fmt: skip
     for index in range(begin * (N // PART), count * (N // PART)):
         tile = tl.load(List + index // (N // PART)).to(tl.int32)
         first = tile * N + index % (N // PART) * PART
@@ -59,7 +61,7 @@ def _tiles(q, K, V, k_t, k_d, v_t, v_d, begin, count, List, Live, live_t, mark, 
             mean = accumulated(narrow, v, mean, PRECISION)
         if MAP:
             # Above alpha 2 a gain may be nothing in those units.
-            live = tl.max(tl.sum(p, 1) if KIND == 1 or KIND < -2 else tile_gain, 0) > 0
+            live = any_above_0(tl.sum(p, 1) if KIND == 1 or KIND < -2 else tile_gain, VOTES)
             tl.store(Live + tl.cast(tile, tl.int64) * live_t, tl.cast(mark, tl.int8), mask=live)
         if STATS:
             support += tl.sum(tl.where(kept > 0, 1.0, 0.0), 1)
@@ -75,7 +77,7 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, EdgeGain, Bound, Support, E
                   KIND: tl.constexpr, CONVEX: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
                   SPLIT: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
                   MEAN: tl.constexpr, GRAD: tl.constexpr, MAP: tl.constexpr, STATS: tl.constexpr,
-                  M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
+                  VOTES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
                   BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """The output of a block of queries; for the backward the mean of the values under the gains, and a map of tiles.
 
@@ -85,6 +87,8 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, EdgeGain, Bound, Support, E
 
     Without MEAN, which GRAD needs, the weights are divided by their sum in place of the last step.
     """
+    if VOTES:
+        ready_to_vote()
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
     if SPLIT:  # noqa: SIM102, the compiler would take both sides of an `and`
         if of_other_launch(Slopes, head, SLOPES):
@@ -119,13 +123,13 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, EdgeGain, Bound, Support, E
             edge_height, edge_gain, out, mean, mass, gain_mass, support, entropy,
             a, r, scale, slope, limit, Documents, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MEAN, MAP, STATS, True,
-            N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+            VOTES, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
         out, mean, mass, gain_mass, support, entropy = _tiles(
             q, K, V, k_t, k_d, v_t, v_d, masked, count, List, Live, NQ, mark, positions, own, maximum, height,
             edge_height, edge_gain, out, mean, mass, gain_mass, support, entropy,
             a, r, scale, slope, limit, Documents, TK, D, DV,
             KIND, CAUSAL, SLOPES, DOCUMENTS, PRECISION, MEAN, MAP, STATS, False,
-            N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
+            VOTES, N, PART, BLOCK_D, BLOCK_DV)  # fmt: skip
         rounds += 1
         going = False
         if CONVEX:

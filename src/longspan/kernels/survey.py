@@ -35,6 +35,7 @@ from longspan.kernels.tiles import (
     of_other_launch,
     row_scores,
 )
+from longspan.kernels.votes import any_above_0, ready_to_vote
 
 
 @triton.jit
@@ -59,7 +60,8 @@ def _highest_above_0(z):
 def survey_tile(product, tile, keys, positions, own, maximum, height, line, slope_of_line, mass, gain_mass, fallen,
                  count, masked, List, a, r, scale, slope, end, Documents, TK,
                  KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
-                 DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, ABOVE_0: tl.constexpr):  # fmt: skip
+                 DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, ABOVE_0: tl.constexpr,
+                 VOTES: tl.constexpr):  # fmt: skip
     if SLOPES or MASKED:
         z = row_scores(product, keys, positions, own, a * scale, a * slope, end, Documents, TK,
                        CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
@@ -68,7 +70,7 @@ def survey_tile(product, tile, keys, positions, own, maximum, height, line, slop
         z, unit = product, a * scale
     top = (_highest_above_0(z) if ABOVE_0 else tl.max(z, 1)) * unit
     # A hair more than the height, so that rounding kills no survivor.
-    if tl.max(top - maximum + height * 1.00001, 0) > 0:
+    if any_above_0(top - maximum + height * 1.00001, VOTES):
         tl.store(List + count, tile.to(tl.int16))
         count += 1
         risen = tl.maximum(maximum, top)
@@ -106,7 +108,7 @@ def _whole_tiles(q, K, k_t, k_d, begin, end, whole, positions, own, maximum, hei
                  gain_mass, fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK, D,
                  KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
                  DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ABOVE_0: tl.constexpr,
-                 N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                 VOTES: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """The tiles `begin` to `end` before the tile `whole`, nearest first."""
     for index in range(begin, end):
         tile = whole - 1 - index
@@ -115,7 +117,7 @@ def _whole_tiles(q, K, k_t, k_d, begin, end, whole, positions, own, maximum, hei
         maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = survey_tile(
             product, tile, tile * N + tl.arange(0, N), positions, own, maximum, height, line, slope_of_line, mass,
             gain_mass, fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK,
-            KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, False, ABOVE_0)  # fmt: skip
+            KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, False, ABOVE_0, VOTES)  # fmt: skip
     return maximum, height, line, slope_of_line, mass, gain_mass, fallen, count
 
 
@@ -155,12 +157,15 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
                   a, r, scale, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
                   KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
                   SPLIT: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr,
-                  PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+                  PRECISION: tl.constexpr, VOTES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                  BLOCK_D: tl.constexpr):  # fmt: skip
     """The maximum of every row, a height that its threshold does not lie below, and the list of live tiles.
 
     `Bound` keeps that height when others move on. And a hint for the solver: where the height will be (GUESS), or the
     slope of the norm in it.
     """
+    if VOTES:
+        ready_to_vote()
     pair, block, batch, head, first, rows, positions = block_of_queries(H, NQ, TQ, TK, M)
     if SPLIT:  # noqa: SIM102, the compiler would take both sides of an `and`
         if of_other_launch(Slopes, head, SLOPES):
@@ -192,7 +197,7 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
         maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = survey_tile(
             product, tile, tile * N + tl.arange(0, N), positions, own, maximum, height, line, slope_of_line, mass,
             gain_mass, fallen, count, 0, List, a, r, scale, slope, limit, Documents, TK,
-            KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, True, False)  # fmt: skip
+            KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, True, False, VOTES)  # fmt: skip
     masked = count
     if SLOPES and CAUSAL and not MASK_ALL:
         norm = tl.load(KeyNorms + pair // H * (H // GROUP) + pair % H // GROUP)
@@ -203,16 +208,16 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
     maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _whole_tiles(
         q, K, k_t, k_d, 0, near, whole, positions, own, maximum, height, line, slope_of_line, mass, gain_mass, fallen,
         count, masked, List, a, r, scale, slope, limit, Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS,
-        PRECISION, False, N, BLOCK_D)  # fmt: skip
+        PRECISION, False, VOTES, N, BLOCK_D)  # fmt: skip
     quick = tl.where(tl.min(maximum - height, 0) >= 0, whole - inner, near)
     maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _whole_tiles(
         q, K, k_t, k_d, near, quick, whole, positions, own, maximum, height, line, slope_of_line, mass, gain_mass,
         fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES,
-        DOCUMENTS, PRECISION, True, N, BLOCK_D)  # fmt: skip
+        DOCUMENTS, PRECISION, True, VOTES, N, BLOCK_D)  # fmt: skip
     maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _whole_tiles(
         q, K, k_t, k_d, quick, whole - inner, whole, positions, own, maximum, height, line, slope_of_line, mass,
         gain_mass, fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK, D, KIND, GUESS, CAUSAL,
-        SLOPES, DOCUMENTS, PRECISION, False, N, BLOCK_D)  # fmt: skip
+        SLOPES, DOCUMENTS, PRECISION, False, VOTES, N, BLOCK_D)  # fmt: skip
 
     store_survey(Maximum, Height, Bound, Hint, Counts, pair, place, rows, TQ, maximum, height,
                  slope_of_line, mass, gain_mass, fallen, masked, count, GUESS)  # fmt: skip

@@ -28,6 +28,7 @@ from longspan.kernels.tiles import (
     row_scores,
     surveyed,
 )
+from longspan.kernels.votes import any_above_0, ready_to_vote
 
 
 @jit
@@ -64,8 +65,9 @@ def _tiles(begin, stop, count, List, Live, live_t, mark, Queries, Keys, Values, 
            positions, own, maximum, height, out, mean, mass, gain_mass,
            a, r, scale, slope, end, Documents, TK, D, DV, KIND: tl.constexpr, CAUSAL: tl.constexpr,
            SLOPES: tl.constexpr, DOCUMENTS: tl.constexpr, MEAN: tl.constexpr, MAP: tl.constexpr, MASKED: tl.constexpr,
-           M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-           DEPTH: tl.constexpr, SCORES: tl.constexpr, FACTOR: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+           VOTES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr,
+           BLOCK_DV: tl.constexpr, DEPTH: tl.constexpr, SCORES: tl.constexpr, FACTOR: tl.constexpr,
+           DTYPE: tl.constexpr):  # fmt: skip
     """The tiles `begin` to `stop` of the `count` on the list."""
     for index in range(begin, stop):
         arrived(DEPTH - 2)
@@ -90,7 +92,7 @@ def _tiles(begin, stop, count, List, Live, live_t, mark, Queries, Keys, Values, 
             KIND, CAUSAL, SLOPES, DOCUMENTS, MEAN, MASKED, FACTOR, DTYPE)  # fmt: skip
         gain_mass += far_gain
         if MAP:
-            live = tl.max(tile_gain + far_gain, 0) > 0
+            live = any_above_0(tile_gain + far_gain, VOTES)
             tl.store(Live + tl.cast(tile, tl.int64) * live_t, tl.cast(mark, tl.int8), mask=live)
         if MEAN:
             out, mean = warpgroup_mma_wait(0, [out, mean])
@@ -107,12 +109,14 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, EdgeGain, Bound, Support, E
                   KIND: tl.constexpr, CONVEX: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
                   SPLIT: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
                   MEAN: tl.constexpr, GRAD: tl.constexpr, MAP: tl.constexpr, STATS: tl.constexpr,
-                  M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
+                  VOTES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
                   BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
     """`kernels.output.output_kernel` in half precision for 1 < alpha <= 2, without statistics.
 
     PART: half of a tile. DEPTH: the tiles that have room.
     """
+    if VOTES:
+        ready_to_vote()
     WARPS: tl.constexpr = gl.num_warps()
     DTYPE: tl.constexpr = Q.dtype.element_ty
     SCORES: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
@@ -157,12 +161,12 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, EdgeGain, Bound, Support, E
             0, masked, count, List, Live, NQ, 2, Queries, Keys, Values, K, V, k_t, v_t,
             positions, own, maximum, height, out, mean, mass, gain_mass,
             a, r, scale, slope, limit, Documents, TK, D, DV, KIND, CAUSAL, SLOPES, DOCUMENTS, MEAN, MAP, True,
-            M, N, PART, BLOCK_D, BLOCK_DV, DEPTH, SCORES, FACTOR, DTYPE)  # fmt: skip
+            VOTES, M, N, PART, BLOCK_D, BLOCK_DV, DEPTH, SCORES, FACTOR, DTYPE)  # fmt: skip
         out, mean, mass, gain_mass = _tiles(
             masked, count, count, List, Live, NQ, mark, Queries, Keys, Values, K, V, k_t, v_t,
             positions, own, maximum, height, out, mean, mass, gain_mass,
             a, r, scale, slope, limit, Documents, TK, D, DV, KIND, CAUSAL, SLOPES, DOCUMENTS, MEAN, MAP, False,
-            M, N, PART, BLOCK_D, BLOCK_DV, DEPTH, SCORES, FACTOR, DTYPE)  # fmt: skip
+            VOTES, M, N, PART, BLOCK_D, BLOCK_DV, DEPTH, SCORES, FACTOR, DTYPE)  # fmt: skip
         rounds += 1
         norm, steepness = joined_norm(mass * 0.0, mass * 0.0, mass, gain_mass, r, KIND)
         farthest = tl.max(tl.where(mass > 0, tl.abs(norm - 1.0), 0.0), 0)

@@ -9,6 +9,7 @@ import triton.language as tl
 from longspan.kernels.hopper.words import arrived, async_copy, copy_rows, gl, jit, warpgroup_mma, warpgroup_mma_wait
 from longspan.kernels.survey import first_in_reach, store_survey, survey_tile
 from longspan.kernels.tiles import SIZES, ids_of, key_tiles, keys_of, masked_tile, of_other_launch, place_in_grid
+from longspan.kernels.votes import ready_to_vote
 
 
 @jit
@@ -30,8 +31,8 @@ def _copy_tile(Keys, K, index, total, edges, start, inner, whole, k_t, TK, D,
 def _look(begin, stop, total, edges, Queries, Keys, K, start, inner, whole, k_t, positions, own,
           maximum, height, line, slope_of_line, mass, gain_mass, fallen, count, masked, List, a, r, scale, slope, limit,
           Documents, TK, D, KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
-          DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, ABOVE_0: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-          BLOCK_D: tl.constexpr, DEPTH: tl.constexpr, SCORES: tl.constexpr):  # fmt: skip
+          DOCUMENTS: tl.constexpr, MASKED: tl.constexpr, ABOVE_0: tl.constexpr, VOTES: tl.constexpr, M: tl.constexpr,
+          N: tl.constexpr, BLOCK_D: tl.constexpr, DEPTH: tl.constexpr, SCORES: tl.constexpr):  # fmt: skip
     """The tiles `begin` to `stop` of `total`, in the order of `_tile_at`."""
     for index in range(begin, stop):
         arrived(DEPTH - 2)
@@ -44,7 +45,7 @@ def _look(begin, stop, total, edges, Queries, Keys, K, start, inner, whole, k_t,
         maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = survey_tile(
             product, tile, keys, positions, own, maximum, height, line, slope_of_line, mass, gain_mass, fallen, count,
             masked, List, a, r, scale, slope, limit, Documents, TK,
-            KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, MASKED, ABOVE_0)  # fmt: skip
+            KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, MASKED, ABOVE_0, VOTES)  # fmt: skip
     return maximum, height, line, slope_of_line, mass, gain_mass, fallen, count
 
 
@@ -53,9 +54,11 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
                   a, r, scale, q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, H, GROUP, TQ, TK, D, NQ, NK,
                   KIND: tl.constexpr, GUESS: tl.constexpr, CAUSAL: tl.constexpr, SLOPES: tl.constexpr,
                   SPLIT: tl.constexpr, LENGTHS: tl.constexpr, DOCUMENTS: tl.constexpr, MASK_ALL: tl.constexpr,
-                  PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr,
-                  DEPTH: tl.constexpr):  # fmt: skip
+                  PRECISION: tl.constexpr, VOTES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                  BLOCK_D: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
     """`kernels.survey.survey_kernel` in half precision. DEPTH: the tiles of keys that have room."""
+    if VOTES:
+        ready_to_vote()
     WARPS: tl.constexpr = gl.num_warps()
     SCORES: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 16])
     ROWS: tl.constexpr = gl.SliceLayout(1, SCORES)
@@ -92,7 +95,7 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
     maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _look(
         0, edges, total, edges, Queries, Keys, K, start, inner, whole, k_t, positions, own,
         maximum, height, line, slope_of_line, mass, gain_mass, fallen, count, 0, List, a, r, scale, slope, limit,
-        Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, True, False, M, N, BLOCK_D,
+        Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, True, False, VOTES, M, N, BLOCK_D,
         DEPTH, SCORES)  # fmt: skip
     masked = count
     if SLOPES and CAUSAL and not MASK_ALL:
@@ -108,18 +111,18 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
     maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _look(
         edges, near, total, edges, Queries, Keys, K, start, inner, whole, k_t, positions, own,
         maximum, height, line, slope_of_line, mass, gain_mass, fallen, count, masked, List, a, r, scale, slope, limit,
-        Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, False, False, M, N, BLOCK_D,
+        Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, False, False, VOTES, M, N, BLOCK_D,
         DEPTH, SCORES)  # fmt: skip
     quick = tl.where(tl.min(maximum - height, 0) >= 0, total, near)
     maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _look(
         near, quick, total, edges, Queries, Keys, K, start, inner, whole, k_t, positions, own,
         maximum, height, line, slope_of_line, mass, gain_mass, fallen, count, masked, List, a, r, scale, slope, limit,
-        Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, False, True, M, N, BLOCK_D,
+        Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, False, True, VOTES, M, N, BLOCK_D,
         DEPTH, SCORES)  # fmt: skip
     maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _look(
         quick, total, total, edges, Queries, Keys, K, start, inner, whole, k_t, positions, own,
         maximum, height, line, slope_of_line, mass, gain_mass, fallen, count, masked, List, a, r, scale, slope, limit,
-        Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, False, False, M, N, BLOCK_D,
+        Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS, False, False, VOTES, M, N, BLOCK_D,
         DEPTH, SCORES)  # fmt: skip
 
     store_survey(Maximum, Height, Bound, Hint, Counts, pair, place, rows, TQ, maximum, height, slope_of_line, mass,
