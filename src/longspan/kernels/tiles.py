@@ -151,6 +151,15 @@ def of_other_launch(Slopes, head, SLOPES: tl.constexpr):
 
 
 @triton.jit
+def group_of_other_launch(Slopes, kv_head, GROUP, SLOPES: tl.constexpr):
+    """The same of the heads of a group, which share the sums of their keys: with slopes if any has one."""
+    sloped = 0
+    for member in range(GROUP):
+        sloped += (tl.load(Slopes + kv_head * GROUP + member) != 0).to(tl.int32)
+    return sloped == 0 if SLOPES else sloped != 0
+
+
+@triton.jit
 def keys_of(K, Lengths, Slopes, batch, head, GROUP, TK, k_b, k_h, LENGTHS: tl.constexpr, SLOPES: tl.constexpr):
     """The keys that a head reads, the first that padding hides, and the head's slope."""
     return K + batch * k_b + head // GROUP * k_h, end_of(Lengths, batch, TK, LENGTHS), slope_of(Slopes, head, SLOPES)

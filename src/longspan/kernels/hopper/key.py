@@ -18,7 +18,7 @@ from longspan.kernels.hopper.words import (
     warpgroup_mma_wait,
 )
 from longspan.kernels.solver import weights_and_gains
-from longspan.kernels.tiles import SIZES, end_of, ids_of, narrowed, scores_of, slope_of
+from longspan.kernels.tiles import SIZES, end_of, group_of_other_launch, ids_of, narrowed, scores_of, slope_of
 
 
 @jit
@@ -106,12 +106,8 @@ def key_kernel(Q, K, V, dO, dK, dV, Delta, Residue, Maximum, Height, EdgeGain, L
     pair, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     tile, first = part // (N // KEYS), part * KEYS
     batch, kv_head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
-    if SPLIT:
-        # The heads of a group share their sums, and their launch: that with slopes if any has one.
-        sloped = 0
-        for member in range(GROUP):
-            sloped += (tl.load(Slopes + kv_head * GROUP + member) != 0).to(tl.int32)
-        if (sloped == 0) == SLOPES:
+    if SPLIT:  # noqa: SIM102, the compiler would take both sides of an `and`
+        if group_of_other_launch(Slopes, kv_head, GROUP, SLOPES):
             return
     keys = first + gl.arange(0, KEYS, gl.SliceLayout(1, SCORES))
     if DOCUMENTS:
