@@ -1,5 +1,6 @@
 """Kernels in Gluon do what their namesakes do, in the interpreter by stand-ins that are late in all; and votes."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,15 +37,21 @@ def results(call: dict[str, Any]) -> list[Tensor]:
         return [out.detach(), ops.attend(*arguments(call), False)[0], *gradients]
 
 
+@cache
+def of_namesakes(name: str, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """The same by the kernels in use, once for all that are compared with them."""
+    assert not launches.ON_HOPPER
+    return results(made(PROBLEMS[name], dtype, device))
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", SPARSE)
 def test_as_its_namesake(name: str, kernel: str, dtype: torch.dtype, device: torch.device, on_hopper: Any) -> None:
     """The same bits where sums are made in the same order, and elsewhere the same but for rounding."""
-    call = made(PROBLEMS[name], dtype, device)
-    wanted = results(call)
+    wanted = of_namesakes(name, dtype, device)
     on_hopper(kernel)
-    for mine, theirs in zip(results(call), wanted, strict=True):
+    for mine, theirs in zip(results(made(PROBLEMS[name], dtype, device)), wanted, strict=True):
         if kernel in ("survey", "key"):
             assert torch.equal(mine, theirs)
         size = float(theirs.double().abs().max())
@@ -66,7 +73,7 @@ def test_a_vote_says_what_a_maximum_does(
     name: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled by an instruction of the GPU, in the interpreter by a maximum after all."""
-    call = made(PROBLEMS[name], dtype, device)
-    wanted = results(call)
+    wanted = of_namesakes(name, dtype, device)
     monkeypatch.setattr(ops, "blocks_of", lambda q, v: launches.with_votes(launches.blocks_of(q, v)))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(results(call), wanted, strict=True))
+    mine = results(made(PROBLEMS[name], dtype, device))
+    assert all(torch.equal(one, other) for one, other in zip(mine, wanted, strict=True))
