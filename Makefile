@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test integrations old-triton lint format benchmark clean
+.PHONY: demo test integrations old-triton other-gpus lint format benchmark clean
 
 demo: $(READY)
 	$(BIN)/longspan demo --out demo
@@ -21,6 +21,10 @@ integrations: $(READY)
 old-triton: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-3.6 triton==3.6.0
 	PYTHONPATH=build/triton-3.6 $(BIN)/python tests/compile_kernels.py
+
+# Kernels fit and compile for A100, L40S and GeForce 30 and 40, B200, GeForce 50: three minutes of a core each.
+other-gpus: $(READY)
+	$(BIN)/python tests/other_gpus.py 80 86 100 120
 
 lint: $(READY)
 	$(BIN)/ruff check .

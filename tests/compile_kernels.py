@@ -34,7 +34,7 @@ from longspan.kernels.hopper import query as hopper_query
 from longspan.kernels.hopper import solve as hopper_solve
 from longspan.kernels.hopper import survey as hopper_survey
 
-HOPPER = GPUTarget("cuda", 90, 32)
+TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {"List": "i16", "Live": "i8", "Counts": "i32", "Ranges": "i32", "Lengths": "i64", "Documents": "i32"}
 POINTERS |= {"Pages": "i32", "Table": "i32", "Starts": "i64", "Keys": "i32", "Arrivals": "i32", "Many": "i32"}
 POINTERS |= {"Copies": "u8", "Held": "i32", "Over": "i32", "LowGradients": "bf16", "LowCopies": "bf16"}
@@ -251,7 +251,7 @@ def compiled(kernel: Any, options: dict[str, Any], launch: dict[str, Any]) -> An
     """A kernel for the constants in `options`, by the compiler's options in `launch`."""
     types, fixed = signature_of(kernel, options)
     source = GluonASTSource if kernel.is_gluon() else ASTSource
-    return triton.compile(source(kernel, types, fixed, aligned(kernel, types)), target=HOPPER, options=launch)
+    return triton.compile(source(kernel, types, fixed, aligned(kernel, types)), target=TARGET, options=launch)
 
 
 def main() -> None:

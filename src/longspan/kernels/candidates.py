@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longspan.kernels.edges import gain_of_edge, lighter, power, weights_from_edge
+from longspan.kernels.gpus import highest
 from longspan.kernels.solver import gains, joined_norm
 from longspan.kernels.tiles import (
     SIZES,
@@ -98,7 +99,7 @@ def _collect_tiles(q, K, k_t, k_d, begin, count, List, positions, own, maximum, 
                                  CAUSAL, SLOPES, DOCUMENTS, MASKED)  # fmt: skip
         top = tl.max(product, 1)
         left = _above(top * unit, maximum, height) & (held <= CAP)
-        going = tl.max(left.to(tl.int32), 0) > 0
+        going = highest(left.to(tl.int32)) > 0
         while going:
             taken = product >= top[:, None]
             copies = tl.sum(tl.where(taken, 1.0, 0.0), 1)
@@ -109,7 +110,7 @@ def _collect_tiles(q, K, k_t, k_d, begin, count, List, positions, own, maximum, 
             product = tl.where(taken, float("-inf"), product)
             top = tl.max(product, 1)
             left = _above(top * unit, maximum, height) & (held <= CAP)
-            going = tl.max(left.to(tl.int32), 0) > 0
+            going = highest(left.to(tl.int32)) > 0
     return held
 
 
@@ -141,7 +142,7 @@ def collect_kernel(Q, K, Maximum, Height, List, Counts, Scores, Copies, Held, Ov
         a, scale, slope, limit, Documents, TK, D,
         CAUSAL, SLOPES, DOCUMENTS, PRECISION, False, CAP, N, PART, BLOCK_D)  # fmt: skip
     tl.store(Held + line_place, held, mask=valid)
-    tl.store(Over + place, (tl.max(held, 0) > CAP).to(tl.int32))
+    tl.store(Over + place, (highest(held) > CAP).to(tl.int32))
 
 
 @triton.jit

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longspan.kernels import gpus
 from longspan.kernels.tiles import padded
 
 # The kernels in Gluon that are in use, by their names in `Hopper`. None has been timed yet.
@@ -72,7 +73,32 @@ def tile_of(q: Tensor, v: Tensor) -> tuple[int, int]:
 
 
 def blocks_of(q: Tensor, v: Tensor) -> Blocks:
-    """What fits the registers, by the width of a head; of what fits, what is fastest at this length."""
+    """What fits the registers and the shared memory of the GPU."""
+    blocks = blocks_of_hopper(q, v)
+    return blocks if gpus.is_roomy(q.device) else with_less_memory(blocks)
+
+
+def with_less_memory(blocks: Blocks) -> Blocks:
+    """For GPUs whose programs have 99 KB of shared memory: less fetched ahead, and of wide heads less at a time.
+
+    By the compiler's count of bytes (`tests/other_gpus.py`); not timed.
+    """
+    stages, part = (1, 16) if blocks.rows == blocks.keys == 64 else (2, 64)
+    named = ("survey", "collect", "solve", "output", "output_alone", "query", "key")
+    blocks = blocks._replace(**{name: _shallow(getattr(blocks, name), 2) for name in named})
+    return blocks._replace(
+        output=_shallow(blocks.output, stages),  # softmax's too
+        query=blocks.query._replace(part=min(blocks.query.part, part)),
+        key=blocks.key._replace(part=min(blocks.key.part, part)),
+    )
+
+
+def _shallow(launch: Launch, stages: int) -> Any:
+    return launch._replace(stages=min(launch.stages, stages))
+
+
+def blocks_of_hopper(q: Tensor, v: Tensor) -> Blocks:
+    """What fits Hopper's, by the width of a head; of what fits, what is fastest at this length."""
     width, length = max(padded(q.shape[3]), padded(v.shape[3])), q.shape[2]
     rows, keys = tile_of(q, v)
     if q.dtype == torch.float32:

@@ -202,12 +202,12 @@ def _constants(
     }
 
 
-def _forward_blocks(keys: int) -> dict[str, int]:
+def forward_blocks(keys: int) -> dict[str, int]:
     """By measurement on an H200; twice the keys take twice the warps, by the compiler's count of registers."""
     return {"N": padded(keys), "M": 64, "num_warps": 4 if keys <= 128 else 8}
 
 
-def _backward_blocks(keys: int, dim: int) -> dict[str, int]:
+def backward_blocks(keys: int, dim: int) -> dict[str, int]:
     """Likewise; heads of 32 and 64 were measured."""
     return {"N": padded(keys), "M": 16, "num_warps": 8 if keys > 128 else 4 if dim > 32 else 2}
 
@@ -226,7 +226,7 @@ def short_attention(
     slopes, lengths, documents = contiguous(slopes, lengths, small_ids(documents))
     batch, heads, time, _ = q.shape
     out, maximum, height, bounds = _outputs(q, v, places)
-    blocks = _forward_blocks(k.shape[2])
+    blocks = forward_blocks(k.shape[2])
     _forward[(triton.cdiv(time, blocks["M"]) * batch * heads,)](
         q, k, v, out, maximum, height, bounds, slopes, scales, lengths, documents, *powers_of(alpha), scale,
         *q.stride(), *k.stride(), *v.stride(), *out.stride(), *_strides(scales),
@@ -262,7 +262,7 @@ def short_attention_backward(
         *q.stride(), *k.stride(), *v.stride(), *d_out.stride(), *d_q.stride(), *d_k.stride(), *d_v.stride(),
         *_strides(scales), *d_scales.stride(),
         heads, heads // kv_heads, time, key_time, q.shape[3], v.shape[3],
-        **_backward_blocks(key_time, max(q.shape[3], v.shape[3])),
+        **backward_blocks(key_time, max(q.shape[3], v.shape[3])),
         **_constants(q, v, slopes, scales, lengths, documents, alpha, causal, places),
     )  # fmt: skip
     return d_q, d_k, d_v, d_slopes, d_scales

@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from longspan.kernels.gpus import highest
+
 
 def powers_of(alpha: float) -> tuple[float, float]:
     """``a = alpha - 1`` and ``r = 1 / a``; softmax needs neither."""
@@ -135,7 +137,7 @@ def heights(gap, r, KIND: tl.constexpr, PRECISION: tl.constexpr):
         return 1.0 / tl.maximum(tl.sum(exponential(gap, PRECISION), 1), 1.0)
     height = tl.full([gap.shape[0]], 1.0, tl.float32)
     nothing = height * 0.0
-    farthest = tl.max(height, 0)
+    farthest = highest(height)
     steps = 0
     while (farthest > 1e-5) & (steps < 16):
         u = tl.maximum(gap + height[:, None], 0.0)
@@ -143,7 +145,7 @@ def heights(gap, r, KIND: tl.constexpr, PRECISION: tl.constexpr):
         norm, slope = joined_norm(nothing, nothing, tl.sum(gain * u, 1), tl.sum(gain, 1), r, KIND)
         fall = tl.maximum((norm - 1.0) / slope, 0.0)
         height -= fall
-        farthest = tl.max(fall, 0)
+        farthest = highest(fall)
         steps += 1
     return height
 

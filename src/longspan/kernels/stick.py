@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan.kernels.gpus import highest
 from longspan.kernels.tiles import (
     SIZES,
     accumulated,
@@ -71,7 +72,7 @@ def stick_kernel(Q, K, V, O, Slopes, Lengths, Documents, scale,
             p = tl.exp(taken + (nearer + left[:, None]))
             out = accumulated(p.to(v.dtype), v, out, PRECISION)
             left += tl.sum(passed, 1)
-            alive = tl.max(left, 0)
+            alive = highest(left)
     store_tile(O + batch * o_b + head * o_h, out, first, o_t, o_d, TQ, DV, M, BLOCK_DV)
 
 

@@ -23,6 +23,7 @@ model of the tail as the threshold rises, and leaves the height at which the for
 import triton
 import triton.language as tl
 
+from longspan.kernels.gpus import highest
 from longspan.kernels.solver import gains, joined_norm, quotient, thinned, thinned_to_1
 from longspan.kernels.tiles import (
     SIZES,
@@ -86,7 +87,7 @@ def survey_tile(product, tile, keys, positions, own, maximum, height, line, slop
         # mask if that is where a row that saw few meets many alike.
         again = MASKED
         if not MASKED and count == masked + 1:
-            again = tl.max(norm, 0) > 4.0
+            again = highest(norm) > 4.0
         if again:
             fall = tl.maximum(quotient(norm - 1.0, steepness), 0.0)
             height -= fall
@@ -128,7 +129,7 @@ def first_in_reach(reach, maximum, height, a, scale, slope, valid, position, inn
     scale |q| |k| - slope distance is under the threshold beyond a distance, for every row.
     """
     room = tl.where(valid, reach * (a * scale * 1.001) - maximum + height, -float("inf"))
-    window = tl.minimum(tl.maximum(tl.max(room, 0) / tl.maximum(a * slope, 1e-30), -1e9), 1e9)
+    window = tl.minimum(tl.maximum(highest(room) / tl.maximum(a * slope, 1e-30), -1e9), 1e9)
     window = tl.where(slope > 0, window, 1e9)
     inner = tl.maximum(inner, (position.to(tl.float32) - window).to(tl.int32) // N)
     return tl.minimum(inner, whole)
@@ -209,7 +210,7 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
         q, K, k_t, k_d, 0, near, whole, positions, own, maximum, height, line, slope_of_line, mass, gain_mass, fallen,
         count, masked, List, a, r, scale, slope, limit, Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES, DOCUMENTS,
         PRECISION, False, VOTES, N, BLOCK_D)  # fmt: skip
-    quick = tl.where(tl.min(maximum - height, 0) >= 0, whole - inner, near)
+    quick = tl.where(highest(height - maximum) <= 0, whole - inner, near)
     maximum, height, line, slope_of_line, mass, gain_mass, fallen, count = _whole_tiles(
         q, K, k_t, k_d, near, quick, whole, positions, own, maximum, height, line, slope_of_line, mass, gain_mass,
         fallen, count, masked, List, a, r, scale, slope, limit, Documents, TK, D, KIND, GUESS, CAUSAL, SLOPES,

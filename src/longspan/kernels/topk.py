@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan.kernels.gpus import highest
 from longspan.kernels.tiles import (
     SIZES,
     accumulated,
@@ -50,7 +51,7 @@ def _listed(scores, tile, best, places, edge, away, N: tl.constexpr, PLACES: tl.
     columns, slots = tl.arange(0, N), tl.arange(0, PLACES)
     top = tl.max(scores, 1)
     higher = top > edge
-    going = tl.max(higher.to(tl.int32), 0) > 0
+    going = highest(higher.to(tl.int32)) > 0
     while going:
         column = tl.min(tl.where(scores == top[:, None], columns[None, :], N), 1)
         slot = tl.min(tl.where(best == edge[:, None], slots[None, :], PLACES), 1)
@@ -63,7 +64,7 @@ def _listed(scores, tile, best, places, edge, away, N: tl.constexpr, PLACES: tl.
         edge = risen
         top = tl.max(scores, 1)
         higher = top > edge
-        going = tl.max(higher.to(tl.int32), 0) > 0
+        going = highest(higher.to(tl.int32)) > 0
     away += tl.sum(((scores == edge[:, None]) & (scores > float("-inf"))).to(tl.int32), 1)
     return best, places, edge, away
 
@@ -114,7 +115,7 @@ def topk_kernel(Q, K, V, O, Slopes, Lengths, Documents, scale,
         wanted = (weight > 0)[:, None] & (dims[None, :] < DV)
         v = tl.load(V + place.to(tl.int64)[:, None] * v_t + dims[None, :] * v_d, mask=wanted, other=0.0)
         out += weight[:, None] * v.to(tl.float32)
-    if tl.max(away, 0) > 0:
+    if highest(away) > 0:
         total = tl.zeros([M, BLOCK_DV], tl.float32)
         number = tl.zeros([M], tl.float32)
         for index in range(stop):
@@ -123,7 +124,7 @@ def topk_kernel(Q, K, V, O, Slopes, Lengths, Documents, scale,
             scores = _scores_with(q, keys, tile, positions, own, scale, slope, end, Documents, TK,
                                   CAUSAL, SLOPES, DOCUMENTS, PRECISION, N)  # fmt: skip
             ties = tl.where((scores == edge[:, None]) & (away > 0)[:, None], 1.0, 0.0)
-            if tl.max(tl.max(ties, 1), 0) > 0:
+            if highest(tl.max(ties, 1)) > 0:
                 v = load_tile(V, tile * N, v_t, v_d, TK, DV, N, BLOCK_DV)
                 total = accumulated(ties.to(v.dtype), v, total, PRECISION)
                 number += tl.sum(ties, 1)

@@ -9,6 +9,8 @@ import os
 import triton
 import triton.language as tl
 
+from longspan.kernels.gpus import highest
+
 if os.environ.get("TRITON_INTERPRET") == "1":
 
     @triton.jit
@@ -70,4 +72,4 @@ else:
 @triton.jit
 def any_above_0(x, VOTES: tl.constexpr):
     """Whether any element of `x` is above 0: by a vote, or for rows of numbers by a maximum."""
-    return voted(x) if VOTES else tl.max(x, 0) > 0
+    return voted(x) if VOTES else highest(x) > 0
