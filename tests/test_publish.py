@@ -12,13 +12,14 @@ from longspan.ladders import main_panels, task_panels
 from longspan.paper.recipes import recipe
 from longspan.paper.tables import get_table
 from longspan.plots import COLOURS
-from longspan.publish import BEGIN, END, front, page, put_between, reported_rows
+from longspan.publish import MARKS, front, page, put_between, reported_rows
 from longspan.report import rows_under
 from longspan.results import Row, append_rows
 from longspan.retrieval_rows import in_common_words
 from longspan.selection import choose
 
 ROOT = Path(__file__).parent.parent
+BEGIN, END = (mark.format("results") for mark in MARKS)
 SOFTMAX, ASENTMAX = "longspan/copy/nape/softmax", "longspan/copy/nape/asentmax"
 FASTER = f"{SOFTMAX}+optimizer.learning_rate={2 * recipe(SOFTMAX).optimizer.learning_rate}"
 STUCK = {"escape_step": None, "loss": 1.75}

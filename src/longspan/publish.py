@@ -14,7 +14,7 @@ from longspan.selection import RULE, Candidate, Choice, cell_of, choose, chosen_
 from longspan.train.config import fingerprint
 
 PAGE = "README.md"
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+MARKS = "<!-- {}: begin -->", "<!-- {}: end -->"
 
 # Where the methods part, in the four tasks of the main text: what the front page shows.
 HEADLINES = {"mqmtar": (4096, 65536), "reverse": (256, 512), "copy": (1024, 4096), "sort": (128, 256)}
@@ -85,12 +85,13 @@ def front(rows: Sequence[Row]) -> str:
     return "\n\n".join(part for part in (markdown(table, names=1), language_report.front(rows)) if part)
 
 
-def put_between(text: str, inserted: str) -> str:
-    """`text` with what stands between its two marks replaced."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the page needs the marks {BEGIN} and {END}, once each and in this order")
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{inserted}\n{END}{rest.partition(END)[2]}"
+def put_between(text: str, inserted: str, name: str = "results") -> str:
+    """`text` with what stands between the two marks of this name replaced."""
+    begin, end = (mark.format(name) for mark in MARKS)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"the page needs the marks {begin} and {end}, once each and in this order")
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{inserted}\n{end}{rest.partition(end)[2]}"
 
 
 def write_whole(path: Path, text: str) -> None:
