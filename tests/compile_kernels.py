@@ -147,7 +147,7 @@ GATED: dict[str, dict[str, Any]] = {
 }
 NARROW = {"BLOCK_D": 32, "BLOCK_DV": 32}
 IN_GLUON = {"WARPS": 8, "M": 128, "N": 128, "PART": 64, "KEYS": 128, "BLOCK_D": 64, "BLOCK_DV": 64, "DEPTH": 2}
-GLUON = {name: SPARSE[name] | IN_GLUON for name in ("slopes", "sloped_heads", "masks", "future", "any_alpha", "votes")}
+GLUON = {name: SPARSE[name] | IN_GLUON for name in ("sloped_heads", "masks", "any_alpha", "votes")}
 ADAM: dict[str, Any] = {"PARTS": adam.PARTS, "BLOCK": adam.BLOCK}
 SHORT: dict[str, dict[str, Any]] = {
     "alpha_1.5": {"SLOPES": True},
