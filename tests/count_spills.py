@@ -1,11 +1,14 @@
 """Bytes that a thread of each long-row kernel spills as it is launched: `python count_spills.py`, without a GPU.
 
+With `--gluon` those of the kernels in Gluon too that are not in use.
+
 The assembler's own count. What does not fit the registers goes through memory, and a kernel that spills kilobytes is
 several times slower while every result is right.
 """
 
 import re
 import subprocess
+import sys
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -43,7 +46,8 @@ def spilled(name: str, options: dict[str, Any], launch: Launch) -> int:
 
 
 def main() -> None:
-    launches.ON_HOPPER = frozenset(Hopper._fields)
+    if "--gluon" in sys.argv:
+        launches.ON_HOPPER = frozenset(Hopper._fields)
     counted = set()
     for dim, length in product((64, 128), (1024, 8192)):
         q = torch.empty(1, 1, length, dim, dtype=torch.bfloat16, device="meta")
@@ -51,7 +55,7 @@ def main() -> None:
         sizes = {"M": blocks.rows, "N": blocks.keys, "BLOCK_D": dim, "BLOCK_DV": dim, "COLLECTED": False}
         asked = {name: getattr(blocks, name) for name in ("survey", "solve", "output", "query", "key")}
         asked |= {"edge": blocks.collect}
-        asked |= {f"hopper_{name}": launch for name, launch in blocks.hopper._asdict().items()}
+        asked |= {f"hopper_{name}": launch for name, launch in blocks.hopper._asdict().items() if launch}
         for masks, (name, launch) in product(MASKS, asked.items()):
             if (dim, masks, name, launch) in counted:
                 continue
