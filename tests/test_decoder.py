@@ -11,7 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from longspan.nn import METHODS, POSITIONS, Adaptive, Attention, Entmax, RoPE, TopK, exponential_slopes, linear_slopes
+from longspan.nn import (
+    METHODS,
+    POSITIONS,
+    Adaptive,
+    Attention,
+    Entmax,
+    RoPE,
+    Scalable,
+    SSMax,
+    TopK,
+    exponential_slopes,
+    linear_slopes,
+)
 from longspan.nn.decoder import AttentionConfig, Block, Decoder, DecoderConfig, attention_of
 from longspan.nn.embedding import LookUp
 from longspan.nn.norm import HeadNorm
@@ -215,6 +227,18 @@ def _scaler(**options: object) -> Adaptive:
     return scaler
 
 
+def _per_head(method: str, **options: object) -> SSMax | Scalable:
+    scaler = _attention(method=method, **options).scaler
+    assert isinstance(scaler, SSMax | Scalable)
+    return scaler
+
+
+def _start(name: str, initial_beta: float | None = None, initial_gamma: float = 0.0) -> set[float]:
+    """Where SEntmax's heads start."""
+    scaler = _per_head("sentmax", initial_beta=initial_beta, initial_gamma=initial_gamma)
+    return set(getattr(scaler, name).tolist())
+
+
 def _slopes(**options: object) -> list[float]:
     slopes = _attention(**options).position.slopes
     assert slopes is not None
@@ -245,6 +269,12 @@ OPTIONS: dict[str, Callable[[], bool]] = {
     "top_fraction": lambda: _normalizer(TopK, method="topk", top_fraction=0.25).fraction == 0.25,
     "delta": lambda: _scaler(delta=0.5).delta == 0.5,
     "delta-assmax": lambda: _scaler(method="assmax", delta=0.5).delta == 0.5,
+    "delta-ssmax": lambda: _per_head("ssmax", delta=0.5).delta == 0.5,
+    "delta-sentmax": lambda: _per_head("sentmax", delta=0.5).delta == 0.5,
+    "delta-own": lambda: (_scaler().delta, _per_head("sentmax").delta, _per_head("ssmax").delta) == (1, 1, 0),
+    "initial_beta-sentmax": lambda: _start("beta", 0.25) == {0.25},
+    "initial_beta-sentmax-none": lambda: len(_start("beta")) == 4,
+    "initial_gamma-sentmax": lambda: _start("gamma", 0.25, 1.5) == {1.5},
     "gamma_range": lambda: _scaler(gamma_range=3.0).gamma_range == 3.0,
     "initial_beta-safe": lambda: not _scaler(initial_beta=0.05).beta.weight.any(),
     "initial_beta-none": lambda: bool(_scaler(initial_beta=None).beta.weight.all()),

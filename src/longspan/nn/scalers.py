@@ -52,13 +52,27 @@ class SSMax(Scaler):
 
 
 class Scalable(Scaler):
-    """delta + beta (log n)^gamma, beta and gamma learned per head (SEntmax)."""
+    """delta + beta (log n)^gamma, beta and gamma learned per head (SEntmax).
 
-    def __init__(self, dim: int, num_heads: int, delta: float = 1.0):
+    `initial_beta`, `initial_gamma`: where all heads start; None for beta draws both, as the released code does.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        delta: float = 1.0,
+        *,
+        initial_beta: float | None = None,
+        initial_gamma: float = 0.0,
+    ):
         super().__init__()
         self.beta = nn.Parameter(torch.empty(num_heads).uniform_(0.1, 1))
         self.gamma = nn.Parameter(0.1 * torch.randn(num_heads))
         self.delta = delta
+        if initial_beta is not None:
+            nn.init.constant_(self.beta, initial_beta)
+            nn.init.constant_(self.gamma, initial_gamma)
 
     def forward(self, x: Tensor, n: Tensor) -> Tensor:
         power = log_length(n, x)[:, None] ** self.gamma[:, None]  # (B, H, T)

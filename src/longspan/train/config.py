@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from longspan.nn.decoder import AttentionConfig, DecoderConfig
+from longspan.nn.decoder import AttentionConfig, DecoderConfig, own_delta
 
 Config = TypeVar("Config")
 Precision = Literal["float32", "bfloat16"]
@@ -106,6 +106,9 @@ def fingerprint(config: RunConfig) -> str:
         for key, value in to_json(typed).items()
         if key not in watched and not key.startswith(("validate_", "test_"))
     }
+    attention = fields["model"]["attention"]
+    if attention["delta"] is None:
+        attention["delta"] = own_delta(attention["method"])
     for (*path, name), before in _YOUNGER.items():
         holder = fields
         for key in path:
