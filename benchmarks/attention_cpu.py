@@ -4,8 +4,8 @@
 
 Causal, one sequence, float32. `noise`: Gaussian queries and keys. `topics`: runs of 128 tokens share one of 16
 directions, as tokens of one subject would. `nape`: the same with ALiBi slopes 1/h on half of the heads, which softmax
-is not given. Every round times every contender once, in turn; the table gives medians in milliseconds, and
-in brackets how many times as fast as softmax.
+is not given. After a second of warming up every round times every contender once, in turn; the table gives medians in
+milliseconds, and in brackets how many times as fast as softmax.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from torch import Tensor
 
 import longspan
 
+WARMING = 1.0  # seconds, of a kind, length and stage
 KINDS = ("noise", "topics", "nape")
 HERE = Path(__file__).resolve().parent
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -66,11 +67,15 @@ def medians(kind: str, heads: int, length: int, dim: int, rounds: int) -> dict[s
     found: dict[str, dict[str, float]] = {}
     for stage, gradient in (("forward", None), ("both", torch.randn_like(tensors[2]))):
         times: dict[str, list[float]] = {}
-        for turn in range(rounds + 1):  # the first warms up
+        warm = time.perf_counter() + WARMING
+        turns = 0
+        while turns < rounds:
+            measured = time.perf_counter() >= warm
             for name, attend in contenders(kind, heads).items():
                 taken = seconds(attend, tensors, gradient)
-                if turn:
+                if measured:
                     times.setdefault(name, []).append(1e3 * taken)
+            turns += measured
         for name, values in times.items():
             found.setdefault(name, {})[stage] = statistics.median(values)
     return found

@@ -26,7 +26,7 @@ STUCK = {"escape_step": None, "loss": 1.75}
 
 
 def made_up() -> list[Row]:
-    """Two methods, two recipes, two rates, a run that diverged and one that never left the plateau."""
+    """Two methods, two recipes, two rates, one run that diverged, one on the plateau, one that was stopped."""
     rows: list[Row] = []
     for seed in range(3):
         rows += whole(ASENTMAX, seed, {512: 90.0 + seed}, {64: 100.0, 4096: 70.0 + seed})
@@ -34,6 +34,7 @@ def made_up() -> list[Row]:
     rows += whole(FASTER, 0, {512: 39.0}, {64: 98.0, 4096: 77.7})
     rows += whole("paper/copy/nape/softmax", 0, {512: 1.0}, {64: 55.5}, gpu_seconds=720.0, **STUCK)
     rows.append(run("longspan/copy/nape/entmax", 0, ending="diverged", step=321, **STUCK))
+    rows.append(run("longspan/copy/nape/entmax", 1, ending="stopped", step=1, **(STUCK | {"loss": None})))
     rows += [result("longspan/copy/nape/softmax/smoke", 0, 12, 33.3)]
     rope = "longspan/flip_flop_sparse/rope/softmax"
     rows += [result(rope, 0, 64, 81.0), result(f"{rope}+model.attention.rope_factor=4", 0, 64, 82.0)]
@@ -121,10 +122,11 @@ def test_rows_of_the_demo_are_those_of_max_retrieval(text: str) -> None:
 def test_runs_that_failed_are_told_and_everything_is_counted(text: str) -> None:
     unlucky = block(text, "Runs that failed, or never left the plateau")
     assert "| longspan/copy/nape/entmax | 0 | diverged | 321 of 20000 | never | 1.75 | abc |" in unlucky
+    assert "| longspan/copy/nape/entmax | 1 | stopped | 1 of 20000 | - |  | abc |" in unlucky
     assert "| paper/copy/nape/softmax | 0 | finished | 20000 of 20000 | never | 1.75 | abc |" in unlucky
     assert SOFTMAX.replace("softmax", "asentmax") not in unlucky
     costs = block(text, "What it cost")
-    assert "| copy | longspan | 8 | 7 | 1 | 1.0 | 8.0 |" in costs
+    assert "| copy | longspan | 9 | 7 | 1 | 1.0 | 9.0 |" in costs
     assert "| copy | paper | 1 | 1 | 1 | 12.0 | 12.0 |" in costs
 
 

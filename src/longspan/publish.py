@@ -32,7 +32,8 @@ not chosen, without `--chosen`), and `longspan table NAME --rows {folder} --chos
   are the paper's own numbers. The recipe *paper* is the paper's way of training, run by us; *longspan* is ours. They
   are never mixed. Both train on the paper's sources, with one exception: in our recipe for Sort half of the training
   sources are drawn from some of the symbols only, 1 to all of them, at the paper's lengths.
-- **Intervals** are 95 % and come from the number of samples (Wilson), not from the seeds.
+- **Intervals** are 95 % and come from the number of samples (Wilson), not from the seeds; where accuracy is counted by
+  token (2Back, Local Count), from the number of tokens, as if each were drawn by itself, which makes them too narrow.
 - **GPU minutes** are those of training one run; where several shared a GPU, its share.
 
 ## How rates and settings are chosen
@@ -192,7 +193,12 @@ def _seeds(measured: Sequence[int], run: Sequence[int]) -> str:
 
 
 def _escapes(runs: Sequence[Row]) -> str:
-    return ", ".join("never" if row["escape_step"] is None else str(row["escape_step"]) for row in runs)
+    return ", ".join("never" if _is_stuck(row) else str(row["escape_step"] or "-") for row in runs)
+
+
+def _is_stuck(run: Row) -> bool:
+    """Whether it had its time and stayed on the plateau; of a run that was stopped nobody knows."""
+    return run["escape_step"] is None and run["ending"] != "stopped"
 
 
 def _minutes(runs: Sequence[Row]) -> str:
@@ -233,7 +239,7 @@ def _costs(choices: Sequence[Choice]) -> str:
         runs = [row for each in of_it for row in each.runs]
         if runs:
             ended = sum(row["ending"] == "finished" for row in runs)
-            stuck = sum(row["escape_step"] is None for row in runs)
+            stuck = sum(map(_is_stuck, runs))
             total = sum(row["gpu_seconds"] for row in runs) / 60
             table.append([task, family, *map(str, (len(runs), ended, stuck)), _minutes(runs), f"{total:.1f}"])
     return f"## What it cost\n\n{markdown(table, names=2)}\n" if len(table) > 1 else ""
