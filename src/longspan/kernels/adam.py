@@ -6,6 +6,7 @@ busy, and clipping, the average and the copies in half precision are further lau
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -113,11 +114,12 @@ def adam_step(
         raise ValueError(f"{len(weights)} weights, {len(copies)} copies, {len(low)} and {len(full)} gradients")
     sums = weights.new_empty(PARTS)
     norm, shrink = weights.new_empty(()), weights.new_empty(())
-    squares_kernel[(PARTS,)](low, full, sums, count, len(low), len(full), PARTS=PARTS, BLOCK=BLOCK, num_warps=4)
-    adam_kernel[(triton.cdiv(len(weights), BLOCK),)](
-        weights, copies, average, *moments, low, full, sums, count, rate, norm, shrink,
-        learning_rate, *(1 - beta for beta in betas), *map(_logarithm, betas), weight_decay, 1e-8,
-        1.0 if clip is None else clip, share, len(copies), len(weights),
-        CLIP=clip is not None, AVERAGE=average is not None, PARTS=PARTS, BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(weights):
+        squares_kernel[(PARTS,)](low, full, sums, count, len(low), len(full), PARTS=PARTS, BLOCK=BLOCK, num_warps=4)
+        adam_kernel[(triton.cdiv(len(weights), BLOCK),)](
+            weights, copies, average, *moments, low, full, sums, count, rate, norm, shrink,
+            learning_rate, *(1 - beta for beta in betas), *map(_logarithm, betas), weight_decay, 1e-8,
+            1.0 if clip is None else clip, share, len(copies), len(weights),
+            CLIP=clip is not None, AVERAGE=average is not None, PARTS=PARTS, BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
     return norm, shrink

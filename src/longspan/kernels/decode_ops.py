@@ -11,6 +11,7 @@ from longspan.kernels.bounds import bound_kernel
 from longspan.kernels.decode import score_kernel
 from longspan.kernels.decode_rows import row_kernel
 from longspan.kernels.decode_values import value_kernel
+from longspan.kernels.operators import operator
 from longspan.kernels.pages import EPSILON, PAGE
 from longspan.kernels.solver import SOFTMAX, kind_of, powers_of
 from longspan.kernels.tiles import contiguous, padded
@@ -286,7 +287,7 @@ def _values(step: _Step, v: Tensor, many: Tensor) -> None:
     )  # fmt: skip
 
 
-@torch.library.custom_op("longspan::decode_attention", mutates_args=())
+@operator("decode_attention")
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, scales: Tensor | None, lengths: Tensor | None,
     starts: Tensor | None, table: Tensor | None, norms: Tensor | None, low: Tensor | None, high: Tensor | None,

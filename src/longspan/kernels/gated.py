@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan.kernels.operators import operator
 from longspan.kernels.tiles import padded
 
 
@@ -61,7 +62,7 @@ def _launch(rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
     return (triton.cdiv(rows, options["M"]), triton.cdiv(width, block)), options
 
 
-@torch.library.custom_op("longspan::gated_gelu", mutates_args=())
+@operator("gated_gelu")
 def gated_gelu(joint: Tensor) -> Tensor:
     """(..., 2 width) to (..., width): the gelu, in its tanh form, of the left half times the right half."""
     joint = joint.contiguous()
@@ -78,7 +79,7 @@ def _output(joint: Tensor) -> Tensor:
     return joint.new_empty(*joint.shape[:-1], joint.shape[-1] // 2)
 
 
-@torch.library.custom_op("longspan::gated_gelu_backward", mutates_args=())
+@operator("gated_gelu_backward")
 def gated_gelu_backward(d_out: Tensor, joint: Tensor) -> Tensor:
     """The gradient of both halves."""
     d_out, joint = d_out.contiguous(), joint.contiguous()

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan.kernels.operators import operator
 from longspan.kernels.tiles import contiguous, padded
 
 EPSILON = torch.finfo(torch.float32).eps  # torch's, where none is given
@@ -162,7 +163,7 @@ def _outputs(
     return h, z, x.new_empty((after is not None) + (before is not None), *x.shape[:2])
 
 
-@torch.library.custom_op("longspan::residual_norms", mutates_args=())
+@operator("residual_norms")
 def residual_norms(
     x: Tensor, y: Tensor | None, after: Tensor | None, before: Tensor | None, keep: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,7 +201,7 @@ def _gradient_outputs(inverse: Tensor, y: Tensor | None, dim: int, before: bool)
     return d_x, d_x.new_empty(0) if y is None else y.new_empty(shape)
 
 
-@torch.library.custom_op("longspan::residual_norms_backward", mutates_args=())
+@operator("residual_norms_backward")
 def residual_norms_backward(
     d_h: Tensor | None, d_z: Tensor | None, h: Tensor | None, y: Tensor | None,
     after: Tensor | None, before: Tensor | None, inverse: Tensor,

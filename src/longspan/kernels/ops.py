@@ -11,6 +11,7 @@ from longspan.kernels.backward import column_kernel, key_kernel, query_kernel
 from longspan.kernels.candidates import capacity, collect_kernel, room_for, root_kernel
 from longspan.kernels.edges import edge_kernel
 from longspan.kernels.launches import Blocks, blocks_of, gluon_kernel, serves_hopper, tile_of
+from longspan.kernels.operators import operator
 from longspan.kernels.output import output_kernel
 from longspan.kernels.softmax import softmax_kernel
 from longspan.kernels.solve import solve_kernel
@@ -188,7 +189,7 @@ def _slack(dtype: torch.dtype) -> float:
     return {torch.bfloat16: 0.006, torch.float16: 0.001}.get(dtype, 1e-4)
 
 
-@torch.library.custom_op("longspan::long_attention", mutates_args=())
+@operator("long_attention")
 def long_attention(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
     alpha: float, scale: float, causal: bool, grad: bool, stats: bool,
@@ -290,7 +291,7 @@ def _(
     return list(_outputs(q, k, v, alpha, grad, stats))
 
 
-@torch.library.custom_op("longspan::long_attention_backward", mutates_args=())
+@operator("long_attention_backward")
 def long_attention_backward(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, mean: Tensor, maximum: Tensor, height: Tensor,
     edge_gain: Tensor, tiles: Tensor, counts: Tensor, live: Tensor,

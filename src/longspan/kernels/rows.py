@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan.kernels.operators import operator
 from longspan.kernels.solver import gains, heights, kind_of, powers_of, row_maximum
 
 LONGEST = 1 << 14  # scores of a row that registers hold
@@ -31,7 +32,7 @@ def rows_kernel(Scores, Weights, a, r, ROWS, N, KIND: tl.constexpr, M: tl.conste
     tl.store(Weights + place, gains(u, r, KIND) * u + spoilt[:, None], mask=there)
 
 
-@torch.library.custom_op("longspan::entmax_rows", mutates_args=())
+@operator("entmax_rows")
 def entmax_rows(scores: Tensor, alpha: float) -> Tensor:
     """The weights of every row of float32 scores, LOWEST <= alpha <= 2; not differentiable by itself."""
     scores = scores.contiguous()

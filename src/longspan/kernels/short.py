@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan.kernels.operators import operator
 from longspan.kernels.places import bounds_of_places, with_places
 from longspan.kernels.solver import heights, kind_of, powers_of, row_maximum, weights_and_gains
 from longspan.kernels.tiles import (
@@ -212,7 +213,7 @@ def backward_blocks(keys: int, dim: int) -> dict[str, int]:
     return {"N": padded(keys), "M": 16, "num_warps": 8 if keys > 128 else 4 if dim > 32 else 2}
 
 
-@torch.library.custom_op("longspan::short_attention", mutates_args=())
+@operator("short_attention")
 def short_attention(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, scales: Tensor | None, lengths: Tensor | None,
     documents: Tensor | None, alpha: float, scale: float, causal: bool, places: int,
@@ -244,7 +245,7 @@ def _(
     return _outputs(q, v, places)
 
 
-@torch.library.custom_op("longspan::short_attention_backward", mutates_args=())
+@operator("short_attention_backward")
 def short_attention_backward(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, maximum: Tensor, height: Tensor, bounds: Tensor,
     slopes: Tensor | None, scales: Tensor | None, lengths: Tensor | None, documents: Tensor | None,

@@ -5,12 +5,12 @@ the stick; within a tile that is a running sum over its keys. Where nothing is l
 before are not read.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from longspan.kernels.gpus import highest
+from longspan.kernels.operators import operator
 from longspan.kernels.tiles import (
     SIZES,
     accumulated,
@@ -76,7 +76,7 @@ def stick_kernel(Q, K, V, O, Slopes, Lengths, Documents, scale,
     store_tile(O + batch * o_b + head * o_h, out, first, o_t, o_d, TQ, DV, M, BLOCK_DV)
 
 
-@torch.library.custom_op("longspan::stick_attention", mutates_args=())
+@operator("stick_attention")
 def stick_attention(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
     scale: float,

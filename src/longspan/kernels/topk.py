@@ -9,12 +9,12 @@ Scores that tie for the last places share them, each with the same part. Where a
 its block meets the keys a second time, for the values of all that tie.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from longspan.kernels.gpus import highest
+from longspan.kernels.operators import operator
 from longspan.kernels.tiles import (
     SIZES,
     accumulated,
@@ -132,7 +132,7 @@ def topk_kernel(Q, K, V, O, Slopes, Lengths, Documents, scale,
     store_tile(O + batch * o_b + head * o_h, out, first, o_t, o_d, TQ, DV, M, BLOCK_DV)
 
 
-@torch.library.custom_op("longspan::topk_attention", mutates_args=())
+@operator("topk_attention")
 def topk_attention(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, lengths: Tensor | None, documents: Tensor | None,
     places: int, scale: float, causal: bool,
