@@ -24,7 +24,7 @@ old-triton: $(READY)
 
 # Kernels fit and compile for A100, L40S and GeForce 30 and 40, B200, GeForce 50: three minutes of a core each.
 other-gpus: $(READY)
-	$(BIN)/python tests/other_gpus.py 80 86 100 120
+	$(BIN)/python tests/other_gpus.py 80 86 89 100 120
 
 lint: $(READY)
 	$(BIN)/ruff check .

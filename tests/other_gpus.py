@@ -15,11 +15,20 @@ from compile_kernels import ABOVE_2, KERNELS, SPARSE, compiled
 from triton.backends.compiler import GPUTarget
 
 from longspan.kernels import gpus, launches, short
-from longspan.kernels.decode_ops import GATHERED, PAGES_HELD, ROW, SCORE, VALUE
+from longspan.kernels.decode_ops import GATHERED, PAGES_HELD, ROW, SCORE, VALUE, boxes_at_once
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # bytes, by CUDA's documentation
 ALL = {"SLOPES": True, "DOCUMENTS": True, "LENGTHS": True}
 Called = tuple[str, dict[str, Any], dict[str, Any]]  # a kernel's name, its constants, the compiler's options
+
+
+def in_dtype(dtype: torch.dtype) -> dict[str, Any]:
+    return {"PRECISION": "ieee"} if dtype == torch.float32 else {}
+
+
+def widest(dtype: torch.dtype) -> int:
+    """Dims of the widest heads that the kernels take: `too_wide`."""
+    return 128 if dtype == torch.float32 and not gpus.is_roomy(torch.device("cuda")) else 256
 
 
 def of_long_rows(dim: int, dtype: torch.dtype, length: int) -> Iterator[Called]:
@@ -52,23 +61,33 @@ def of_long_rows(dim: int, dtype: torch.dtype, length: int) -> Iterator[Called]:
 
 def of_short_rows(keys: int, dim: int, dtype: torch.dtype) -> Iterator[Called]:
     sizes: dict[str, Any] = ALL | {"SCALES": True, "BLOCK_D": dim, "BLOCK_DV": dim}
-    if dtype == torch.float32:
-        sizes |= {"PRECISION": "ieee"}
+    sizes |= in_dtype(dtype)
     kernels = {"short_forward": short.forward_blocks(keys), "short_backward": short.backward_blocks(keys, dim)}
     for name, blocks in kernels.items():
         yield name, sizes | {"M": blocks["M"], "N": blocks["N"]}, {"num_warps": blocks["num_warps"]}
 
 
-def of_one_pass(dim: int) -> Iterator[Called]:
-    rows = 32 if dim > 128 else 64
-    sizes = ALL | {"M": rows, "N": rows, "BLOCK_D": dim, "BLOCK_DV": dim}
+def of_one_pass(dim: int, dtype: torch.dtype) -> Iterator[Called]:
+    rows = 32 if dim > 128 or dtype == torch.float32 else 64
+    sizes = ALL | in_dtype(dtype) | {"M": rows, "N": rows, "BLOCK_D": dim, "BLOCK_DV": dim}
     yield "stick", sizes, {"num_warps": 4}
     for places in (1, 32, 64):
         yield "topk", sizes | {"PLACES": places}, {"num_warps": 4}
 
 
-def of_decoding(dim: int, tile: int, early: bool) -> Iterator[Called]:
+def of_decoding(dim: int, dtype: torch.dtype, tile: int, early: bool) -> Iterator[Called]:
     sizes = {"LENGTHS": True, "STARTS": True, "EARLY": early, "CHUNK": 64, "BLOCK_D": dim, "BLOCK_DV": dim}
+    sizes |= in_dtype(dtype)
+    probing: dict[str, Any] = {
+        "CHUNK": boxes_at_once(torch.device("cuda")),
+        "M": max(tile, 16),
+        "SLOPES": True,
+        "SCALES": True,
+        "NORMS": True,
+        "BOXES": True,
+        "PROBES": 8,
+    }
+    yield "bound", sizes | probing, {"num_warps": 4, "num_stages": 2}
     score = sizes | {"M": tile, "SLOPES": True, "SCALES": True, "NORMS": True}
     registers = 128 if tile <= 16 else None
     yield "score", score, {"num_warps": SCORE.warps, "num_stages": SCORE.stages, "maxnreg": registers}
@@ -78,7 +97,7 @@ def of_decoding(dim: int, tile: int, early: bool) -> Iterator[Called]:
         warps = VALUE.warps * (1 + (tile > 32))
         yield "value", sizes | {"M": tile}, {"num_warps": warps, "num_stages": VALUE.stages}
     if tile == 16:
-        held = {"CHUNK": 4096, "AT_ONCE": PAGES_HELD, "GATHER": GATHERED // (2 * dim)}
+        held = {"CHUNK": 4096, "AT_ONCE": PAGES_HELD, "GATHER": GATHERED // (dtype.itemsize * dim)}
         yield "row", sizes | held, {"num_warps": ROW.warps}
 
 
@@ -91,15 +110,18 @@ def few_calls() -> Iterator[Called]:
 def all_calls(arch: int) -> Iterator[Called]:
     for dim, length in product((64, 128, 256), (1024, 8192)):
         yield from of_long_rows(dim, torch.bfloat16, length)
-    for dim in (64, 128):
-        yield from of_long_rows(dim, torch.float32, 8192)
     for keys, dim in ((64, 32), (256, 32), (128, 64)):
         yield from of_short_rows(keys, dim, torch.bfloat16)
         yield from of_short_rows(keys if gpus.is_roomy(torch.device("cuda")) else keys // 2, dim, torch.float32)
-    for dim in (64, 128, 256):
-        yield from of_one_pass(dim)
-    for dim, tile in product((128, 256), (8, 16, 64)):
-        yield from of_decoding(dim, tile, early=arch >= 90)
+    for dtype, dim in product((torch.bfloat16, torch.float32), (64, 128, 256)):
+        if dim > widest(dtype):
+            continue
+        if dtype == torch.float32:
+            yield from of_long_rows(dim, dtype, 8192)
+        yield from of_one_pass(dim, dtype)
+        for tile in (8, 16, 64) if dim >= 128 else ():
+            if tile * dim * dtype.itemsize <= 1 << 15:  # else a tile has half as many rows: `shape_of`
+                yield from of_decoding(dim, dtype, tile, early=arch >= 90)
 
 
 def wrong_for(arch: int, calls: Iterator[Called]) -> int:

@@ -3,13 +3,16 @@
 import pytest
 import torch
 import triton.language as tl
-from long_problems import PROBLEMS
+from long_problems import PROBLEMS, topics
+from test_decode import Step, summary_of
+from test_decode import made as made_step
 from test_kernels import dtypes
 from test_long_kernels import assert_as_close_as_plain_torch, made
 
-from longspan import attention
+from longspan import attention, decode
 from longspan.functional.attention import on_chip
 from longspan.kernels import gpus, launches
+from longspan.kernels.pages import PAGE
 
 WIDE = ("dim_64", "dim_128", "dim_256", "topics_and_slopes")
 
@@ -59,3 +62,18 @@ def test_maxima_are_the_same_where_products_have_a_memory_of_their_own(
     wanted = attention(q, k, v, slopes=slopes, impl="triton")
     monkeypatch.setattr(gpus, "TENSOR_MEMORY", tl.constexpr(True))
     assert torch.equal(attention(q, k, v, slopes=slopes, impl="triton"), wanted)
+
+
+def test_heads_that_do_not_fit_are_left_to_others(less_memory: None, device: torch.device) -> None:
+    q = torch.randn(1, 1, 4, 136, device=device)
+    for call in (attention, decode):
+        with pytest.raises(ValueError, match="heads of 136 dims in float32 do not fit the shared memory of this GPU"):
+            call(q, q, q, impl="triton")
+        call(q, q, q)
+        call(q.half(), q.half(), q.half(), impl="triton")
+
+
+def test_boxes_of_fewer_pages_at_once_change_no_bit(less_memory: None, device: torch.device) -> None:
+    call = made_step(Step(heads=1, content=topics(PAGE), room=70 * PAGE), torch.float32, device)
+    known = decode(**call, summary=summary_of(call, boxes=True), impl="triton")
+    assert torch.equal(known, decode(**call, impl="triton"))

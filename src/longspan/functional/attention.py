@@ -261,12 +261,24 @@ def triton_cannot(q: Tensor, k: Tensor, v: Tensor, alpha: Alpha) -> str | None:
         return "alpha must be a number: a learnt alpha has no kernel yet"
     if q.dtype == torch.float64:
         return "it does not compute in float64"
-    if max(q.shape[3], v.shape[3]) > 256:
-        return f"it takes heads of at most 256 dims, got {max(q.shape[3], v.shape[3])}"
+    if reason := too_wide(q, v):
+        return reason
     if max(q.shape[2], k.shape[2]) >= _MOST_TOKENS:
         return f"it counts tiles in 16 bits and takes fewer than {_MOST_TOKENS} tokens, got {k.shape[2]} keys"
     if 0 in q.shape or 0 in v.shape:
         return "there is nothing to compute"
+    return None
+
+
+def too_wide(q: Tensor, v: Tensor) -> str | None:
+    """Why heads of this width are too wide for the kernels on this GPU; None if they are not."""
+    from longspan.kernels import gpus
+
+    width = max(q.shape[3], v.shape[3])
+    if width > 256:
+        return f"it takes heads of at most 256 dims, got {width}"
+    if width > 128 and q.dtype == torch.float32 and not gpus.is_roomy(q.device):
+        return f"heads of {width} dims in float32 do not fit the shared memory of this GPU, 128 do"
     return None
 
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from longspan.functional.attention import AttentionStats
+from longspan.functional.attention import AttentionStats, too_wide
 from longspan.functional.entmax import HAS_TRITON, entmax, threshold
 from longspan.functional.scores import grouped_product
 from longspan.functional.threshold import alpha_of_kernels, alpha_range
@@ -174,8 +174,8 @@ def kernels_cannot(q: Tensor, v: Tensor) -> str | None:
         return "triton is not installed: pip install 'longspan[gpu]'"
     if q.dtype == torch.float64:
         return "it does not compute in float64"
-    if max(q.shape[3], v.shape[3]) > 256:
-        return f"it takes heads of at most 256 dims, got {max(q.shape[3], v.shape[3])}"
+    if reason := too_wide(q, v):
+        return reason
     if q.shape[2] > MOST_QUERIES:
         return f"it takes at most {MOST_QUERIES} queries, got {q.shape[2]}"
     if q.shape[0] * v.shape[1] > _MOST_PAIRS:

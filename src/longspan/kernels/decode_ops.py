@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from longspan.kernels import gpus
 from longspan.kernels.bounds import bound_kernel
 from longspan.kernels.decode import score_kernel
 from longspan.kernels.decode_rows import row_kernel
@@ -17,7 +18,6 @@ from longspan.kernels.solver import SOFTMAX, kind_of, powers_of
 from longspan.kernels.tiles import contiguous, padded
 
 MOST_ROWS = 64  # of one tile: heads that share a key head, times their queries
-BOXES_AT_ONCE = 64
 GATHERED = 1 << 13  # bytes of values at once
 MOST_HELD = 1 << 14  # pages whose highest scores a program holds: a million keys
 UNDERFLOW = 104.0  # exp(-104) is 0 in float32
@@ -110,6 +110,10 @@ def shape_of(q: Tensor, k: Tensor, table: Tensor | None) -> Shape:
 def _processors(device: torch.device) -> int:
     # In the interpreter, few enough for several pages to fall to one program.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def boxes_at_once(device: torch.device) -> int:
+    return 64 if gpus.is_roomy(device) else 32
 
 
 def pages_held(pages: int) -> int:
@@ -227,7 +231,8 @@ def _score(
         "PRECISION": _precision(q), "M": shape.tile,
     }  # fmt: skip
     bounds = floors = None
-    blocks = triton.cdiv(shape.pages, BOXES_AT_ONCE)
+    at_once = boxes_at_once(q.device)
+    blocks = triton.cdiv(shape.pages, at_once)
     if low is not None:
         assert high is not None
         assert norms is not None
@@ -238,7 +243,7 @@ def _score(
         bound_kernel[(blocks, shape.pairs, shape.blocks)](
             q, k, low, high, norms, bounds, floors, slopes, scales, step.lengths, step.starts, table, unit, scale,
             EPSILON, *q.stride(), *k.stride(), *norm_strides, *box_strides, step.table_stride, *sizes, blocks,
-            PROBES=min(shape.rows, shape.tile, 8), CHUNK=BOXES_AT_ONCE, num_warps=4, num_stages=2, **options,
+            PROBES=min(shape.rows, shape.tile, 8), CHUNK=at_once, num_warps=4, num_stages=2, **options,
         )  # fmt: skip
     # The compiler shares the stages out among loads whose place hangs on another load: the list's, the table's.
     stages = SCORE.stages * (1 + (low is not None) + (table is not None))
