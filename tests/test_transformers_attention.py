@@ -7,10 +7,23 @@ import pytest
 import torch
 from tiny_transformers import FAMILIES, config_of, gradients, greedy, padded, sharpened, tiny, tokens
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Llama4TextConfig, StaticCache
-from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Llama4TextConfig,
+    OpenAIGPTConfig,
+    PegasusXConfig,
+    PreTrainedConfig,
+    StaticCache,
+)
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
 from longspan.integrations.transformers import longspan_attention, set_alpha
+from longspan.integrations.transformers.masks import check_model
 
 STYLES = ("llama", "qwen3", "gemma2")
 
@@ -250,6 +263,21 @@ def test_only_what_says_something_becomes_a_mask() -> None:
     assert right[:, 0, 0].tolist() == [[0, 0, 0, 0, -1]] * 2
 
 
+@pytest.mark.parametrize("padding", [None, torch.tensor([[0, 0, 1, 1, 1]] * 2)])
+@pytest.mark.parametrize("make", [create_causal_mask, create_sliding_window_causal_mask])
+def test_a_model_that_reads_its_mask_gets_one(make: Any, padding: Tensor | None) -> None:
+    """Which it asks for by not allowing that there is none; packed documents do not allow that either."""
+    config = config_of("mistral")
+    masks = {}
+    for name in ("longspan", "sdpa"):
+        config._attn_implementation = name
+        masks[name] = make(config, torch.zeros(2, 5, 32), padding, None, allow_is_causal_skip=False)
+    assert torch.equal(masks["longspan"], masks["sdpa"])
+    config._attn_implementation = "longspan"
+    packed = make(config, torch.zeros(1, 5, 32), None, None, torch.tensor([[0, 1, 0, 1, 2]]))
+    assert packed[:, 0, 0].tolist() == [[0, 0, 1, 1, 1]]
+
+
 def test_attention_without_order_sees_everything() -> None:
     model = tiny("llama")
     layer = model.model.layers[0].self_attn
@@ -278,10 +306,37 @@ def test_what_is_not_supported_is_refused() -> None:
         dropping.train()(ids)
     model = tiny("llama")
     q = torch.randn(1, 4, 5, 8)
-    with pytest.raises(ValueError, match="does not support attention sinks"):
-        longspan_attention(model.model.layers[0].self_attn, q, q, q, None, s_aux=torch.zeros(4))
+    refused = {"s_aux": "attention sinks", "indices": "a choice of keys", "block_indices": "a choice of blocks"}
+    for name, what in refused.items():
+        with pytest.raises(ValueError, match=f"does not support {what}"):
+            longspan_attention(model.model.layers[0].self_attn, q, q, q, None, **{name: torch.zeros(4)})
     for alpha in (0.5, 65):
         with pytest.raises(ValueError, match="between 1 and 64"):
             set_alpha(model, alpha)
     with pytest.raises(ValueError, match='attn_implementation="longspan"'):
         set_alpha(tiny("llama", attention="sdpa"), 1.5)
+
+
+def test_models_that_run_their_own_attention_are_refused() -> None:
+    """Bloom would take a mask of None for no mask; OpenAI's GPT asks for none; Pegasus-X does not say it is causal."""
+    sizes: dict[str, Any] = {"vocab_size": 50, "n_layer": 1, "n_head": 2}
+    bloom, gpt = (
+        AutoModelForCausalLM.from_config(config, attn_implementation="longspan")
+        for config in (BloomConfig(hidden_size=8, **sizes), OpenAIGPTConfig(n_embd=8, **sizes))
+    )
+    with pytest.raises(ValueError, match="BloomForCausalLM cannot run longspan attention"):
+        bloom(tokens(1, 5))
+    for model in (bloom, gpt):
+        with pytest.raises(ValueError, match="cannot run longspan attention"):
+            set_alpha(model, 1.5)
+    with pytest.raises(ValueError, match="PegasusXForConditionalGeneration cannot run longspan attention"):
+        check_model(PegasusXConfig)
+    check_model(PreTrainedConfig)  # of no model that is known
+
+
+def test_what_wraps_a_model_may_have_a_config_of_its_own() -> None:
+    model = tiny("llama")
+    wrapper = torch.nn.ModuleList([model])
+    wrapper.config = {"learning_rate": 1e-3}  # type: ignore[assignment]
+    set_alpha(wrapper, 1.75)
+    assert model.config.longspan_alpha == 1.75

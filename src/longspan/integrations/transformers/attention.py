@@ -25,6 +25,8 @@ _REFUSED = {
     "s_aux": "attention sinks",
     "position_bias": "a learned position bias",
     "head_mask": "a head mask",
+    "indices": "a choice of keys by an indexer",
+    "block_indices": "a choice of blocks by an indexer",
 }
 
 

@@ -18,6 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCau
 
 from longspan.integrations.transformers.attention import Parts
 from longspan.integrations.transformers.cache import GeneratesWithoutCopies
+from longspan.integrations.transformers.masks import check_model
 from longspan.nn.positions import NAPE, NoPE, exponential_slopes
 from longspan.nn.scalers import Adaptive, NoScale, Scalable, Scaler, SSMax
 
@@ -103,10 +104,16 @@ def set_alpha(model: nn.Module, alpha: float) -> None:
             layer.fixed = float(alpha)
         ours.config.attention = {**ours.config.attention, "alpha": float(alpha)}
         return
-    configs: dict[int, Any] = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-    if not any(config._attn_implementation == "longspan" for config in configs.values()):
+    # By identity: a config has no hash.
+    held = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    # Who wraps a model may have a config of another kind.
+    configs = [config for config in held.values() if isinstance(config, PreTrainedConfig)]
+    running = [config for config in configs if config._attn_implementation == "longspan"]
+    if not running:
         raise ValueError('this model does not run our attention: load it with attn_implementation="longspan"')
-    for config in configs.values():
+    for config in running:
+        check_model(type(config))
+    for config in configs:
         config.longspan_alpha = float(alpha)
 
 

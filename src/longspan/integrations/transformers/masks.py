@@ -12,10 +12,12 @@ The first two run on every implementation of `longspan.attention`; the third bui
 """
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, PreTrainedConfig
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
@@ -34,8 +36,10 @@ def longspan_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
+    config: PreTrainedConfig | None = None,
     **others: Any,
 ) -> Tensor | None:
     """The mask of one kind of layers, as transformers asks for it.
@@ -43,6 +47,7 @@ def longspan_mask(
     Queries stand at `q_offset` and after, keys at `kv_offset` and after. `attention_mask` is (batch, time) and False at
     padding; `local_size` is the size of a window or of chunks.
     """
+    check_model(type(config))
     tracing = is_tracing(attention_mask)
     # A static cache counts its tokens in a tensor. Read where a step is compiled it would break the graph, and a
     # number that grows with every step would compile every step anew.
@@ -50,26 +55,30 @@ def longspan_mask(
     used = kv_length if unreadable else int(q_offset) + q_length - kv_offset
     waiting = q_length == 1 and used < kv_length
     local = local_size is not None and kv_offset + used > local_size
+    dense = partial(
+        sdpa_mask,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        use_vmap=use_vmap,
+        device=device,
+    )
     if unreadable or waiting or local or use_vmap or not _is_causal(mask_function):
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-            use_vmap=use_vmap,
-            device=device,
-        )
+        return dense()
     ids = _documents(mask_function, batch_size, kv_offset, used, device)
     real = _real(attention_mask, kv_offset, used)
     if not tracing:  # where the values may be looked at, what says nothing is dropped
         ids = ids if ids is not None and bool(ids.any()) else None
         real = real if real is not None and not bool(real.all()) else None
+    if ids is None and not allow_is_causal_skip:
+        return dense()  # no documents forbid to leave the mask away, so the model itself does: it reads its mask
     if ids is None and real is None and used == kv_length:
         return None
     if ids is None:
@@ -77,6 +86,28 @@ def longspan_mask(
     if real is not None:
         ids = torch.where(real, ids, -1)
     return ids[:, None, None]
+
+
+@torch.compiler.assume_constant_result
+def check_model(config: type) -> None:
+    """Refuse the models of a config that see the future where our mask is None, or never ask for our attention.
+
+    Transformers takes any registered name for models with an attention of their own, and a few that take theirs from
+    its interface do not say there that it is causal.
+    """
+    name = _of_its_own_kind(config)
+    if name is not None:
+        raise ValueError(f"{name} cannot run longspan attention: of transformers' attentions it runs its own alone")
+
+
+@cache
+def _of_its_own_kind(config: type) -> str | None:
+    """The model of a config that is said to run no other attention than its own."""
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
+        model = mapping.get(config, None)
+        if model is not None and not (model._supports_sdpa or model._supports_attention_backend):
+            return model.__name__
+    return None
 
 
 def _is_causal(mask_function: MaskFunction) -> bool:
