@@ -22,8 +22,10 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
+from longspan import entmax
 from longspan.integrations.transformers import longspan_attention, set_alpha
-from longspan.integrations.transformers.masks import check_model
+from longspan.integrations.transformers.attention import Scoring, attend, attention_map
+from longspan.integrations.transformers.masks import View, check_model
 
 STYLES = ("llama", "qwen3", "gemma2")
 
@@ -234,6 +236,21 @@ def test_masks_made_by_hand_are_obeyed() -> None:
     q = torch.randn(1, 4, 8, 8)
     with pytest.raises(ValueError, match=r"must be \(batch, 1, queries, keys\)"):
         longspan_attention(model.model.layers[0].self_attn, q, q, q, torch.ones(8, 8))
+
+
+@pytest.mark.parametrize("scores_at_once", [1 << 24, 4 * 9 * 2])  # all rows, and two of them
+def test_a_token_that_sees_the_future_keeps_its_place(scores_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under slopes and a mask of a prefix, whose tokens see all of it."""
+    monkeypatch.setattr("longspan.integrations.transformers.attention._SCORES_AT_ONCE", scores_at_once)
+    places = torch.arange(9)
+    seen = (places[:, None] >= places) | (places < 4)
+    slopes = torch.tensor([0.5, 0.1, 0, 0], dtype=torch.float64)
+    q, k, v = torch.randn(3, 1, 4, 9, 8, dtype=torch.float64)
+    scores = q @ k.mT - slopes[:, None, None] * (places[:, None] - places).abs()
+    expected = entmax(scores.masked_fill(~seen, -torch.inf), 1.5)
+    view, scoring = View(9, dense=seen[None, None]), Scoring(1.5, 1.0, slopes)
+    assert torch.allclose(attention_map(q, k, view, scoring), expected)
+    assert torch.allclose(attend(q, k, v, view, scoring), expected @ v)
 
 
 @pytest.mark.parametrize("left", [0, 3])

@@ -131,7 +131,7 @@ def attention_map(q: Tensor, k: Tensor, view: View, scoring: Scoring) -> Tensor:
     room = k.shape[2] - view.used
     k = k[:, :, : view.used]
     if view.dense is not None:
-        p = _dense_weights(q, k, view, scoring)
+        p = _dense_weights(q, k, view, scoring, _places(q, k))
     elif scoring.normalizer is not None:
         p = scoring.normalizer(dense_scores(q, k, _rules(q, k, view, scoring)))
     else:
@@ -158,23 +158,29 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, view: View, scoring: Scori
     step = max(1, _SCORES_AT_ONCE // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     if tracked or step >= rows:
         step = max(1, rows)
+    places = _places(q, k)
     blocks = []
     for start in range(0, rows, step):
         part = slice(start, start + step)
-        p = _dense_weights(q[:, :, part], k, view.rows(part), scoring)
+        p = _dense_weights(q[:, :, part], k, view.rows(part), scoring, None if places is None else places[part])
         blocks.append(grouped_product(p, v.to(p.dtype)).to(v.dtype))
     return torch.cat(blocks, dim=2)
 
 
-def _dense_weights(q: Tensor, k: Tensor, view: View, scoring: Scoring) -> Tensor:
+def _places(q: Tensor, k: Tensor) -> Tensor | None:
+    """Where the queries stand among the keys, if these are all their own, (queries,)."""
+    return torch.arange(k.shape[2], device=k.device) if q.shape[2] == k.shape[2] else None
+
+
+def _dense_weights(q: Tensor, k: Tensor, view: View, scoring: Scoring, places: Tensor | None) -> Tensor:
     """Weights under a dense mask, in float32 or better."""
     assert view.dense is not None
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = grouped_product(q.to(dtype) * scoring.scale, k.to(dtype).transpose(-1, -2))  # (B, H, Q, K)
     if scoring.slopes is not None:
         keys = torch.arange(k.shape[2], device=q.device)
-        # A query is the last token that it sees.
-        own = torch.where(view.dense, keys, 0).amax(-1, keepdim=True)
+        # Over a cache, which may have room that is not filled, a query is the last token that it sees.
+        own = torch.where(view.dense, keys, 0).amax(-1, keepdim=True) if places is None else places[:, None]
         scores = scores - scoring.slopes.to(dtype)[:, None, None] * (own - keys).abs().to(dtype)
     if view.bias is not None:
         scores = scores + view.bias
