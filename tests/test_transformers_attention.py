@@ -325,8 +325,9 @@ def test_what_is_not_supported_is_refused() -> None:
     q = torch.randn(1, 4, 5, 8)
     refused = {"s_aux": "attention sinks", "indices": "a choice of keys", "block_indices": "a choice of blocks"}
     for name, what in refused.items():
+        option: dict[str, Any] = {name: torch.zeros(4)}
         with pytest.raises(ValueError, match=f"does not support {what}"):
-            longspan_attention(model.model.layers[0].self_attn, q, q, q, None, **{name: torch.zeros(4)})
+            longspan_attention(model.model.layers[0].self_attn, q, q, q, None, **option)
     for alpha in (0.5, 65):
         with pytest.raises(ValueError, match="between 1 and 64"):
             set_alpha(model, alpha)
