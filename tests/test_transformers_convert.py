@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_transformers_models import Copies
 from tiny_transformers import FAMILIES, config_of, gradients, greedy, padded, sharpened, tiny, tokens
-from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import longspan
 from longspan.integrations.transformers import AnnealAlpha, convert, longspan_attention, set_alpha
@@ -119,6 +119,18 @@ def test_saved_and_loaded_it_has_its_scales(family: str, method: str, tmp_path: 
     learned = [name for name, _ in back.named_parameters() if ".longspan." in name]
     assert learned
     assert all(torch.equal(back.get_parameter(name), model.get_parameter(name)) for name in learned)
+
+
+def test_a_model_of_the_same_config_stays_as_it_is() -> None:
+    config = config_of("llama")
+    models = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    one = convert(models[0])
+    assert type(config) is LlamaConfig
+    assert models[1].config is config
+    assert config._attn_implementation != "longspan"
+    held = [part.config for part in one.modules() if hasattr(part, "config")]
+    assert len(held) > 2
+    assert all(part is one.config for part in held)
 
 
 def test_it_can_be_pickled() -> None:

@@ -5,6 +5,7 @@ know: it is saved and loaded like any other. Its attention layers have everythin
 scaler and a position.
 """
 
+from copy import deepcopy
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -61,10 +62,10 @@ def convert(
         raise TypeError(f"cannot convert a {type(model).__name__}; what can be is {names}")
     _check(method, position)
     _check_alpha(alpha)
-    config = model.config
-    if position == "nape" and config.num_attention_heads < 2:
+    if position == "nape" and model.config.num_attention_heads < 2:
         raise ValueError("NAPE needs at least 2 heads, one of each kind")
-    # In place, since every layer holds the same config and whoever holds the model holds the layers.
+    config = _own_config(model)
+    # In place, since whoever holds the model holds its layers.
     config.__class__ = made.config_class
     config.longspan_method, config.longspan_position = method, position
     model.__class__ = made
@@ -72,6 +73,15 @@ def convert(
     model.set_attn_implementation("longspan")
     set_alpha(model, alpha)
     return model
+
+
+def _own_config(model: PreTrainedModel) -> Any:
+    """A copy of the config for this model and its layers: another model may have been built from the same."""
+    shared, config = model.config, deepcopy(model.config)
+    for part in model.modules():
+        if getattr(part, "config", None) is shared:
+            part.config = config
+    return config
 
 
 def _check(method: str, position: str) -> None:
