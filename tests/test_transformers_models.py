@@ -19,6 +19,7 @@ from transformers import (
     DataCollatorWithFlattening,
     StaticCache,
     Trainer,
+    TrainerState,
     TrainingArguments,
     pipeline,
 )
@@ -147,6 +148,9 @@ def test_loss_states_and_maps_are_transformers() -> None:
     assert torch.allclose(hub(ids, logits_to_keep=1).logits, output.logits[:, -1:])
     assert torch.equal(hub(inputs_embeds=hub.get_input_embeddings()(ids)).logits, output.logits)
     assert torch.equal(hub(ids, return_dict=False)[0], output.logits)
+    hub.config.output_hidden_states = True
+    assert len(hub(ids).hidden_states) == 3
+    assert hub(ids, output_hidden_states=False).hidden_states is None
 
 
 def test_maps_come_back_from_layers_on_several_devices() -> None:
@@ -262,6 +266,13 @@ def test_the_collator_that_packs_documents_keeps_them_apart(kind: str) -> None:
 def test_annealing_goes_from_start_to_end() -> None:
     assert [annealed(at, stages=5) for at in (0, 0.09, 0.1, 0.5, 1)] == [1.0, 1.0, 1.1, 1.5, 1.5]
     assert annealed(0, share=0) == 1.5
+    model = tiny("llama")
+    for steps, ends in ((3, [1.0, 1.5]), (1, [1.5, 1.5])):  # the one step of a training is its last
+        anneal, found = AnnealAlpha(), []
+        for step in (0, steps - 1):
+            anneal.on_step_begin(None, TrainerState(global_step=step, max_steps=steps), None, model)
+            found.append(model.config.longspan_alpha)
+        assert found == ends
     with pytest.raises(ValueError, match="between 1 and 64"):
         AnnealAlpha(start=0)
     with pytest.raises(ValueError, match="share must be between 0 and 1"):

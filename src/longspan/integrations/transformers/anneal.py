@@ -26,7 +26,8 @@ class AnnealAlpha(TrainerCallback):
         self._alpha: float | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **others: Any) -> None:
-        alpha = annealed(state.global_step / max(state.max_steps - 1, 1), **self.schedule)  # type: ignore[arg-type]
+        progress = state.global_step / (state.max_steps - 1) if state.max_steps > 1 else 1.0
+        alpha = annealed(progress, **self.schedule)  # type: ignore[arg-type]
         if alpha != self._alpha:
             set_alpha(model, alpha)
             self._alpha = alpha

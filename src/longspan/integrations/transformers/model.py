@@ -130,6 +130,8 @@ class LongspanForCausalLM(GeneratesWithoutCopies, PreTrainedModel, GenerationMix
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.decoder.embed(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, D)
         recomputing = self.gradient_checkpointing and self.training
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if use_cache and past_key_values is None and not recomputing:
             past_key_values = DynamicCache(config=self.config)
