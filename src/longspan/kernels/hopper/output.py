@@ -167,6 +167,7 @@ def output_kernel(Q, K, V, O, Mean, Maximum, Height, EdgeGain, Bound, Support, E
             positions, own, maximum, height, out, mean, mass, gain_mass,
             a, r, scale, slope, limit, Documents, TK, D, DV, KIND, CAUSAL, SLOPES, DOCUMENTS, MEAN, MAP, False,
             VOTES, M, N, PART, BLOCK_D, BLOCK_DV, DEPTH, SCORES, FACTOR, DTYPE)  # fmt: skip
+        arrived(0)  # what was asked for beyond the end, before its place is used again
         rounds += 1
         norm, steepness = joined_norm(mass * 0.0, mass * 0.0, mass, gain_mass, r, KIND)
         farthest = tl.max(tl.where(mass > 0, tl.abs(norm - 1.0), 0.0), 0)

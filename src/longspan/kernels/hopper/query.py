@@ -141,6 +141,7 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Residue, Maximum, Height, EdgeGai
         maximum, height, delta, d_q, d_slope, a, r, scale, slope, limit, Documents, TK, D, DV,
         KIND, CAUSAL, SLOPES, DOCUMENTS, SLOPES_LEARN, False,
         M, N, PART, BLOCK_D, BLOCK_DV, DEPTH, SCORES, FACTOR)  # fmt: skip
+    arrived(0)  # what was asked for beyond the end, before its place is used again
     store_rows(dQ + batch * dq_b + head * dq_h, (d_q * scale).to(DTYPE), first, dq_t, TQ - first, D, M, BLOCK_D)
     if SLOPES and SLOPES_LEARN:
         tl.store(dSlopes + pair.to(tl.int64) * NQ + block, tl.sum(d_slope, 0))

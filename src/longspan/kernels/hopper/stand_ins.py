@@ -1,7 +1,8 @@
 """Stand-ins for Gluon's words in Triton's interpreter, which has none.
 
 They are strict. What is copied arrives when it is waited for and not before, and a product reads its factors when it is
-waited for and not before: a wait that is missing or a buffer that is filled too early gives wrong numbers.
+waited for and not before: a wait that is missing or a buffer that is filled too early gives wrong numbers. What they
+cannot see is memory that the compiler takes for a change of layout where copies are still heading.
 """
 
 import operator
@@ -17,6 +18,9 @@ class _Copies:
         self.groups: list[list[tuple[_Shared, Any]]] = [[]]
 
     def async_copy_global_to_shared(self, shared: "_Shared", places: Any, mask: Any) -> None:
+        under_way = ((other.slots, other.slot) for group in self.groups for other, _ in group)
+        same = any(slots is shared.slots and slot == shared.slot for slots, slot in under_way)
+        assert not same, "two copies to one place are under way, and either may be the last"
         self.groups[-1].append((shared, tl.load(places, mask=mask, other=0.0)))
 
     def commit_group(self) -> None:
