@@ -112,7 +112,7 @@ def query_kernel(Q, K, V, dO, dQ, Mean, Delta, Residue, Maximum, Height, EdgeGai
     start, inner, whole = 0, 0, 0
     if KIND == 0:
         start, inner, whole, stop = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, Ranges, TK,
-                                              M, N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
+                                              N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
         masked, second, last = inner - start + stop - whole, inner, whole
     else:
         place = pair.to(tl.int64) * NQ + block

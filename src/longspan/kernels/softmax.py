@@ -65,7 +65,7 @@ def softmax_kernel(Q, K, V, O, Maximum, Height, Support, Entropy, Slopes, Length
     slope = slope_of(Slopes, head, SLOPES)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     start, inner, whole, stop = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, Ranges, TK,
-                                          M, N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
+                                          N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
     out = tl.zeros([M, BLOCK_DV], tl.float32)
     mass = tl.zeros([M], tl.float32)
     moment = tl.zeros([M], tl.float32)

@@ -53,7 +53,7 @@ def stick_kernel(Q, K, V, O, Slopes, Lengths, Documents, scale,
     own = ids_of(Documents, positions, TK, DOCUMENTS)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     _, _, _, stop = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, None, TK,
-                              M, N, True, False, True)  # fmt: skip
+                              N, True, False, True)  # fmt: skip
     out = tl.zeros([M, BLOCK_DV], tl.float32)
     left = tl.where((rows < TQ) & (positions >= 0) & (positions < end), 0.0, float("-inf"))
     alive = 0.0  # the most that is left to any row

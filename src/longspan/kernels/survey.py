@@ -182,7 +182,7 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
     List += place * NK
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     start, inner, whole, stop = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, Ranges, TK,
-                                          M, N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
+                                          N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
 
     maximum = tl.where(valid, -1e30, 1e30)  # beyond the end nothing is ever above
     height = tl.full([M], 1.0, tl.float32)

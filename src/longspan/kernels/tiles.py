@@ -251,7 +251,7 @@ def listed_scores(q, K, k_t, k_d, index, List, positions, own, scale, slope, end
 
 @triton.jit
 def key_tiles(first_position, last_position, end, Ranges, TK,
-              M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
+              N: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
               MASK_ALL: tl.constexpr):  # fmt: skip
     """Of a block of queries: its first key tile, the first that needs no mask, the first again that does, the end."""
     start, stop = 0, tl.cdiv(end, N)

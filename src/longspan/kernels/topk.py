@@ -84,7 +84,7 @@ def topk_kernel(Q, K, V, O, Slopes, Lengths, Documents, scale,
     own = ids_of(Documents, positions, TK, DOCUMENTS)
     q = load_tile(Q + batch * q_b + head * q_h, first, q_t, q_d, TQ, D, M, BLOCK_D)
     _, _, _, stop = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, None, TK,
-                              M, N, CAUSAL, False, True)  # fmt: skip
+                              N, CAUSAL, False, True)  # fmt: skip
     slots = tl.arange(0, PLACES)
     # A place that there is not is never the lowest.
     best = tl.where(slots[None, :] < k, float("-inf"), float("inf")) + tl.zeros([M, PLACES], tl.float32)

@@ -78,7 +78,7 @@ def survey_kernel(Q, K, Maximum, Height, Bound, Hint, List, Counts, Slopes, Leng
     place = pair.to(tl.int64) * NQ + block
     List += place * NK
     start, inner, whole, stop = key_tiles(first + TK - TQ, tl.minimum(first + M, TQ) - 1 + TK - TQ, end, Ranges, TK,
-                                          M, N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
+                                          N, CAUSAL, DOCUMENTS, MASK_ALL)  # fmt: skip
     edges = inner - start + stop - whole
     total = edges + whole - inner
 
