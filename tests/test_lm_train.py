@@ -185,6 +185,66 @@ def test_what_does_not_fit_together_is_told(tmp_path: Path, config: LanguageConf
         train(changed(config, seed=1), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("optimizer.clip", 0, "clip must be above 0, or null"),
+        ("optimizer.betas", [0.9, 1.0], "betas must be at least 0 and below 1"),
+        ("optimizer.weight_decay", -1, "weight_decay must be at least 0"),
+        ("optimizer.warmup", -5, "warmup must be at least 0"),
+        ("optimizer.momentum", 2, "momentum must be at least 0 and below 1"),
+        ("model.layers", 0, "model.layers must be at least 1"),
+        ("model.heads", 0, "model.heads must be at least 1"),
+        ("seed", 1 << 70, r"seed must be at least 0 and below 2\^64"),
+        ("model.attention.qk_noise", 0.5, "qk_noise is for the tasks"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "must" not in value else "",
+)
+def test_what_would_train_something_else_is_refused(
+    config: LanguageConfig, path: str, value: Any, message: str
+) -> None:
+    config = edited(config, "model.attention.qk_norm", True)
+    with pytest.raises(ValueError, match=message):
+        LanguageTrainer(edited(config, path, value))
+
+
+def test_validation_reads_the_model_as_it_is_measured(monkeypatch: pytest.MonkeyPatch, config: LanguageConfig) -> None:
+    trainer, modes = LanguageTrainer(config), []
+    loss = LanguageTrainer._loss
+
+    def spy(self: LanguageTrainer, batch: Any) -> torch.Tensor:
+        modes.append(self.model.training)
+        return loss(self, batch)
+
+    monkeypatch.setattr(LanguageTrainer, "_loss", spy)
+    trainer.validation_loss()
+    trainer.advance()
+    assert modes == [False, False, True]
+
+
+def test_a_validation_that_was_cut_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: LanguageConfig
+) -> None:
+    config = changed(config, validate_every=5)
+
+    def cut(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lm_loop, "_validate", cut)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, tmp_path)
+    train(config, tmp_path)
+    assert [row["step"] for row in log_of(tmp_path, "validate")] == [5, 10, 12]
+
+
+@pytest.mark.parametrize("text", ["", "[]"], ids=["empty", "a-list"])
+def test_a_damaged_config_of_a_run_is_told_by_its_name(tmp_path: Path, config: LanguageConfig, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json: "):
+        train(config, tmp_path)
+
+
 def test_a_run_that_diverges_keeps_its_last_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: LanguageConfig
 ) -> None:

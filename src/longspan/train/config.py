@@ -122,21 +122,26 @@ def check(config: RunConfig) -> None:
     """Raises ValueError for a run that cannot be, by the name of the field."""
     for name in ("steps", "batch", "shortest", "log_every", "save_every", "validate_samples", "test_samples"):
         _at_least(1, name, getattr(config, name))
-    for name in ("layers", "dim", "hidden", "heads"):
-        _at_least(1, f"model.{name}", getattr(config.model, name))
     if config.validate_every is not None:
         _at_least(1, "validate_every", config.validate_every)
-    if not 0 <= config.seed < 1 << 64:
-        raise ValueError(f"seed must be at least 0 and below 2^64, got {config.seed}")
     if config.shortest > config.longest:
         raise ValueError(f"shortest ({config.shortest}) must not be above longest ({config.longest})")
     if not 0 <= config.noise_from <= 1:
         raise ValueError(f"noise_from must be between 0 and 1, got {config.noise_from}")
     if config.average is not None and not 0 <= config.average < 1:
         raise ValueError(f"average must be at least 0 and below 1, got {config.average}")
-    _check_optimizer(config.optimizer)
+    check_training(config.model, config.optimizer, config.seed)
     if config.first_alphas:
         _check_first_alphas(config)
+
+
+def check_training(model: DecoderConfig, optimizer: OptimizerConfig, seed: int) -> None:
+    """Raises ValueError for what no run of any kind can have."""
+    for name in ("layers", "dim", "hidden", "heads"):
+        _at_least(1, f"model.{name}", getattr(model, name))
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed must be at least 0 and below 2^64, got {seed}")
+    _check_optimizer(optimizer)
 
 
 def _at_least(least: int, name: str, value: float) -> None:
@@ -248,6 +253,7 @@ __all__ = [
     "OptimizerConfig",
     "RunConfig",
     "check",
+    "check_training",
     "edited",
     "fingerprint",
     "from_json",

@@ -22,7 +22,7 @@ from longspan.text.corpora import open_corpus
 from longspan.text.documents import CorpusError
 from longspan.text.packing import TextBatch, Windows, evenly_spaced, stacked, window
 from longspan.train.checkpoint import Checkpoint
-from longspan.train.config import OptimizerConfig, Precision, from_json, to_json
+from longspan.train.config import OptimizerConfig, Precision, check_training, from_json, to_json
 from longspan.train.distributed import (
     ALONE,
     Processes,
@@ -135,6 +135,11 @@ def check(config: LanguageConfig) -> None:
         raise ValueError(f"lowest_rate is a share of the peak, between 0 and 1, got {config.lowest_rate}")
     if not config.optimizer.learning_rate > 0:
         raise ValueError(f"optimizer.learning_rate must be positive, got {config.optimizer.learning_rate}")
+    check_training(config.model, config.optimizer, config.seed)
+    if config.model.attention.qk_noise:  # what opens it, and what resumes with it, belongs to the tasks' trainer
+        raise ValueError(
+            "model.attention.qk_noise is for the tasks: language models are trained without it, set it to 0"
+        )
 
 
 def fingerprint(config: LanguageConfig) -> str:
@@ -271,7 +276,9 @@ class LanguageTrainer:
     @torch.no_grad()
     def validation_loss(self) -> float:
         """Nats a token over the validation windows."""
+        self.model.eval()
         losses = [self._loss(part.to(self.device)) for part in self.held_out.split(self.config.micro_batch)]
+        self.model.train()
         if self.processes.size > 1:
             reshard(self.model)
         return float(self.processes.total(torch.stack(losses).sum()) / self.processes.total(self.held_out.mask.sum()))

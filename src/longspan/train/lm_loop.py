@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Literal
@@ -11,7 +12,7 @@ import torch
 from longspan.nn.llama import flops_per_token
 from longspan.results import Row, append_rows, provenance
 from longspan.train import checkpoint as checkpoints
-from longspan.train.config import from_json, to_json
+from longspan.train.config import from_json, read_fields, to_json
 from longspan.train.distributed import ALONE, Processes
 from longspan.train.lm import LanguageConfig, LanguageTrainer, fingerprint, learning_rate
 from longspan.train.loop import Diverged, Outcome, Report, Stop
@@ -58,11 +59,14 @@ def run_language(
         if trainer.step % config.log_every == 0 or ended:
             _log(trainer, note, logged_step, logged)
             logged, logged_step = time.monotonic(), trainer.step
-        if trainer.step % config.save_every == 0 and not ended:
-            _save(trainer, folder)
-        if ended or trainer.step % config.validate_every == 0:
+        validating = ended or trainer.step % config.validate_every == 0
+        saving = trainer.step % config.save_every == 0 and not ended
+        if validating:
             _validate(trainer, note)
-            logged, logged_step = time.monotonic(), trainer.step  # the time of validation is no training time
+        if saving:  # after the validation: who goes on from this step must have had it
+            _save(trainer, folder)
+        if validating or saving:
+            logged, logged_step = time.monotonic(), trainer.step  # neither is training time
     path = saved[-1] if saved and trainer.step == first else _save(trainer, folder)
     ending: Literal["finished", "stopped"] = "finished" if trainer.step >= config.steps else "stopped"
     note({"event": ending, "step": trainer.step, "seconds": time.monotonic() - started})
@@ -73,7 +77,7 @@ def _refuse_another(folder: Path, config: LanguageConfig) -> None:
     """Raises ValueError where the folder holds another run."""
     path = folder / "config.json"
     if path.exists():
-        theirs = json.loads(path.read_text())
+        theirs = read_fields(path)
         if "task" in theirs or fingerprint(from_json(LanguageConfig, theirs)) != fingerprint(config):
             raise ValueError(f"{folder} holds a run of another config; choose another folder or delete it")
 
@@ -81,7 +85,10 @@ def _refuse_another(folder: Path, config: LanguageConfig) -> None:
 def _claim(folder: Path, config: LanguageConfig) -> None:
     path = folder / "config.json"
     draft = path.with_suffix(".part")
-    draft.write_text(json.dumps(to_json(config), indent=2) + "\n")
+    with draft.open("w") as file:
+        file.write(json.dumps(to_json(config), indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     draft.replace(path)
 
 
