@@ -183,9 +183,10 @@ def test_a_corpus_is_built_once_and_only_finished_ones_open(corpus: Corpus, tmp_
     with pytest.raises(CorpusError, match=r"train split is empty.*3 too short"):
         build_corpus(tmp_path, lambda counts: iter(TEXTS), tokenizer=300, shortest=1000, validation=0.5)
     assert not (tmp_path / "corpus.json").exists()
-    (tmp_path / "corpus.json").write_text('{"train": ')
-    with pytest.raises(CorpusError, match=r"corpus.json is damaged: .* Build the corpus again"):
-        open_corpus(tmp_path)
+    for damaged in ('{"train": ', "{}", "[]", '{"train": 3}', '{"train": {"tokens": 3}}'):
+        (tmp_path / "corpus.json").write_text(damaged)
+        with pytest.raises(CorpusError, match=r"corpus.json is damaged: .* Build the corpus again"):
+            open_corpus(tmp_path)
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
@@ -230,9 +231,25 @@ def _flip(path: Path) -> None:
         ("shard-0000.json", _cut, "not the index of a shard"),
         ("shard-0000.json", lambda path: path.write_text('{"format": "other"}'), "format is 'other'"),
         ("shard-0000.json", lambda path: path.write_text(path.read_text().replace("[3,", "[7,")), "not in order"),
+        (
+            "shard-0000.json",
+            lambda path: path.write_text(path.read_text().replace("[3,", "[2,")),
+            "ends does not match",
+        ),
+        ("shard-0000.json", lambda path: path.write_text(path.read_text().replace("[3,", "[3.5,")), "whole numbers"),
         ("shard-0000.json", Path.unlink, "has no shards"),
     ],
-    ids=["cut", "flipped", "missing", "cut-index", "other-format", "flipped-index", "no-index"],
+    ids=[
+        "cut",
+        "flipped",
+        "missing",
+        "cut-index",
+        "other-format",
+        "flipped-index",
+        "moved-end",
+        "half-end",
+        "no-index",
+    ],
 )
 def test_a_damaged_shard_is_told(tmp_path: Path, name: str, damage: "object", message: str) -> None:
     writer = ShardWriter(tmp_path, 100)
@@ -243,6 +260,16 @@ def test_a_damaged_shard_is_told(tmp_path: Path, name: str, damage: "object", me
     damage(tmp_path / name)  # type: ignore[operator]
     with pytest.raises(CorpusError, match=message):
         TokenStream(tmp_path)
+
+
+def test_an_index_from_before_the_ends_had_a_checksum_opens(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, 100)
+    writer.add([1, 2, 3])
+    writer.close()
+    index = json.loads((tmp_path / "shard-0000.json").read_text())
+    del index["ends_checksum"]
+    (tmp_path / "shard-0000.json").write_text(json.dumps(index))
+    assert len(TokenStream(tmp_path)) == 3
 
 
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,11 @@ def open_corpus(folder: Path) -> Corpus:
         )
     try:
         told = json.loads(facts.read_text())
-    except ValueError as error:
-        raise CorpusError(f"{facts} is damaged: {error}. Build the corpus again.") from error
+        for split in SPLITS:
+            if not {"documents", "tokens"} <= told[split].keys():
+                raise ValueError(f"it does not say how much the {split} split has")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CorpusError(f"{facts} is damaged: {error!r}. Build the corpus again.") from error
     return Corpus(folder, load_tokenizer(folder), told)
 
 

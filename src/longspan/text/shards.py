@@ -2,11 +2,11 @@
 
     FOLDER/shard-0000.bin     the ids, one after another, little-endian uint16 or uint32
            shard-0000.json    {"format": "longspan tokens", "dtype": "uint16", "tokens": 1234,
-                               "ends": [310, 1234], "checksum": "..."}
+                               "ends": [310, 1234], "checksum": "...", "ends_checksum": "..."}
 
 `ends` are where the documents end, so document i is ``[ends[i - 1], ends[i])``; a document is never cut in two. The
-checksum is BLAKE2b of 16 bytes over the .bin file. The index is written last and by renaming, so a shard that has an
-index is complete.
+checksums are BLAKE2b of 16 bytes, over the .bin file and over the ends as JSON writes them; an older index has none of
+the ends. The index is written last and by renaming, so a shard that has an index is complete.
 """
 
 import hashlib
@@ -61,12 +61,14 @@ class ShardWriter:
         mapped = torch.from_file(str(path), shared=True, size=tokens, dtype=_DTYPES[self.dtype])
         torch.cat(self._pending, out=mapped)
         del mapped  # unmapped, the file holds what was written
+        ends = list(accumulate(map(len, self._pending)))
         index = {
             "format": FORMAT,
             "dtype": self.dtype,
             "tokens": tokens,
-            "ends": list(accumulate(map(len, self._pending))),
+            "ends": ends,
             "checksum": _file_checksum(path),
+            "ends_checksum": _checksum_of_ends(ends),
         }
         draft = path.with_suffix(".part")
         draft.write_text(json.dumps(index))
@@ -88,8 +90,12 @@ class Shard:
             tokens = index["tokens"]
             if not self.ends or self.ends[-1] != tokens:
                 raise ValueError(f"its documents end at {self.ends[-1:]}, its tokens at {tokens}")
-            if any(end < before for before, end in pairwise([0, *self.ends])):
+            if not all(type(end) is int for end in self.ends):
+                raise ValueError("its documents do not end at whole numbers")
+            if any(end <= before for before, end in pairwise([0, *self.ends])):
                 raise ValueError("its documents are not in order")
+            if "ends_checksum" in index and index["ends_checksum"] != _checksum_of_ends(self.ends):
+                raise ValueError("the checksum of its documents' ends does not match")
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise CorpusError(
                 f"{index_path} is not the index of a shard: {error!r}. Build the corpus again."
@@ -180,6 +186,10 @@ def _make_file(path: Path, size: int) -> None:
 def _file_checksum(path: Path) -> str:
     with path.open("rb") as file:
         return _checksum(iter(lambda: file.read(1 << 22), b""))
+
+
+def _checksum_of_ends(ends: Sequence[int]) -> str:
+    return _checksum([json.dumps(ends).encode()])
 
 
 def _checksum(parts: Iterable[bytes]) -> str:
