@@ -1,5 +1,6 @@
 """The LLaMA-style decoder: sizes, packed documents, the cache, and another base for RoPE."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,9 @@ def test_another_base_is_that_of_a_model_built_with_it() -> None:
     assert not torch.allclose(moved(tokens), before)
     with pytest.raises(ValueError, match="only RoPE has a base"):
         rebase(model("asentmax", "nape"), 500_000.0)
+
+
+@pytest.mark.parametrize("base", [0.0, -5.0, 1.0, math.inf, math.nan])
+def test_a_base_that_turns_nothing_is_refused(base: float) -> None:
+    with pytest.raises(ValueError, match="base of RoPE must be more than 1"):
+        rebase(model("asentmax", "rope"), base)

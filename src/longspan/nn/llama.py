@@ -1,5 +1,6 @@
 """The language model of the paper, after LLaMA 3: RMS norm before each sublayer, SwiGLU, no biases, untied output."""
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -130,6 +131,8 @@ class Block(nn.Module):
 
 def rebase(model: Llama, base: float) -> Llama:
     """Give a trained RoPE model another base in place, the adjusted base frequency; the paper's is 500,000."""
+    if not 1 < base < math.inf:
+        raise ValueError(f"the base of RoPE must be more than 1, got {base}")
     for layer in model.modules():
         if isinstance(layer, Attention):
             if not isinstance(layer.position, RoPE):
