@@ -80,6 +80,16 @@ def test_sizes_and_recipes_have_names() -> None:
     assert config_registry.asentmax_nape_1b().model_spec.flavor == "1b/nape/asentmax"  # type: ignore[attr-defined]
 
 
+def test_a_shorter_run_as_the_docs_have_it_warms_up_for_a_tenth() -> None:
+    from torchtitan.config import ConfigManager
+
+    page = (Path(__file__).parent.parent / "docs/language-models.md").read_text(encoding="utf-8")
+    options = [word for pair in re.findall(r"`(--[a-z_]+\.[a-z_]+) (\w+)`", page) for word in pair]
+    named = ["--module", "longspan.integrations.torchtitan", "--config", "asentmax_nape_420m"]
+    config: Any = ConfigManager().parse_args([*named, *options])
+    assert (config.training.steps, config.lr_scheduler.warmup_steps) == (1000, 100)
+
+
 @pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
 def test_what_would_cut_the_layer_is_refused(axis: str) -> None:
     parallelism = config_registry.softmax_nape_tiny().parallelism  # type: ignore[attr-defined]

@@ -9,7 +9,8 @@
 The haystack of S-NIAH-1 is one line of five short sentences over and over, that of S-NIAH-2 is essays. The haystack is
 as long as fits: prompt and room for the answer together take at most the asked number of tokens, and one more
 sentence would not fit. The depth is where between its sentences the needle stands, 0 before the first and 1 behind the
-last; RULER spreads it over 40 evenly spaced ones. An answer is right when the number's digits are in it.
+last. Samples take 40 evenly spaced depths in turn, in noise and in essays, so that all have about as many; RULER draws
+one of these 40 at random in essays, and any line in noise. An answer is right when the number's digits are in it.
 """
 
 import random
@@ -133,7 +134,7 @@ class NeedleMaker:
         return Needle(self._prompt(lines, key, value, depth), value, depth, array("i", ids))
 
     def samples(self, length: int, count: int, seed: int = 0) -> list[Needle]:
-        """`count` samples of a length, their depths spread as RULER's."""
+        """`count` samples of a length, at the 40 depths in turn."""
 
         def sample(number: int) -> Needle:
             return self.make(length, DEPTHS[number % len(DEPTHS)], seed * 1_000_003 + number)
