@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of lm-eval's and its depend
 
 from test_cli import succeed  # noqa: E402
 from test_lm_model import model  # noqa: E402
-from tiny_text import tiny_corpus  # noqa: E402
+from tiny_text import WORDS, tiny_corpus  # noqa: E402
 
 from longspan import cli  # noqa: E402
 from longspan.evaluate.benchmarks import Score, run_benchmarks, scores  # noqa: E402
@@ -23,6 +24,7 @@ from longspan.integrations.lm_eval import LongspanLM, TooLong  # noqa: E402
 from longspan.nn.llama import Llama  # noqa: E402
 from longspan.results import read_rows  # noqa: E402
 from longspan.text.corpora import Corpus  # noqa: E402
+from longspan.text.documents import CorpusError  # noqa: E402
 
 DOCS: list[dict[str, Any]] = [
     {"start": "the old river", "end": " sings slowly", "choices": [" sings", " walks under the light"], "label": 0},
@@ -158,6 +160,28 @@ def test_generation_stops_at_a_stop_string(reader: LongspanLM, corpus: Corpus) -
     assert cut == whole[0][: whole[0].find(stop)]
 
 
+def test_a_continuation_that_a_token_swallows_is_scored_by_itself(reader: LongspanLM, corpus: Corpus) -> None:
+    encode = corpus.tokenizer.encode
+    start, end = next(
+        (word[:cut], word[cut:]) for word in WORDS for cut in range(1, len(word)) if swallowed(encode, word, cut)
+    )
+    ((value, _),) = reader.loglikelihood([asked(start, end)], disable_tqdm=True)
+    ids = [corpus.tokenizer.begin, *encode(start), *encode(end)]
+    scored = len(encode(end))
+    logits = reader.model(torch.tensor([ids[:-1]]))[0, -scored:].log_softmax(-1)
+    assert value == pytest.approx(float(logits[range(scored), ids[-scored:]].sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize("context", ["the old", ""])
+def test_an_empty_continuation_is_told_before_any_is_read(reader: LongspanLM, context: str) -> None:
+    with pytest.raises(ValueError, match=f"nothing to score: '' after '{context}'"):
+        reader.loglikelihood([asked("the", " river"), asked(context, "")], disable_tqdm=True)
+
+
+def swallowed(encode: Callable[[str], list[int]], word: str, cut: int) -> bool:
+    return len(encode(word)) <= len(encode(word[:cut]))
+
+
 def test_nothing_is_cut_silently(reader: LongspanLM, corpus: Corpus) -> None:
     short = LongspanLM(reader.model, corpus.tokenizer, longest=6)
     with pytest.raises(TooLong, match=r"has \d+ tokens, the limit is 6"):
@@ -185,6 +209,7 @@ def test_the_harness_runs_all_four_kinds(corpus: Corpus, tasks: Path) -> None:
     texts = [doc["start"] + doc["end"] for doc in DOCS]
     total = sum(likelihood(net, corpus, "", text)[0] for text in texts)
     words = sum(len(text.split()) for text in texts)
+    assert found["our_texts"].metric == "word_perplexity"
     assert found["our_texts"].value == pytest.approx(math.exp(-total / words), rel=1e-3)
     assert (found["our_answers"].metric, found["our_answers"].samples) == ("exact_match", 3)
 
@@ -204,6 +229,34 @@ def test_scores_carry_the_papers_names() -> None:
         Score("niah_single_1", "exact_string", 25.0, None, 5, 8192),
     ]
     assert [score.table for score in scores(results, counts)] == ["lm-short"] * 3 + ["lm-eval"] * 2
+
+
+def test_a_task_with_other_metrics_or_filters_has_them_all() -> None:
+    results: dict[str, dict[str, Any]] = {
+        "summaries": {"name": "summaries", "sample_len": 4, "f1,none": 0.5, "f1_stderr,none": 0.1, "bleu,none": 12.0},
+        "gsm8k": {"exact_match,strict-match": 0.05, "exact_match,flexible-extract": 0.2},
+        "texts": {"word_perplexity,none": 9.0, "word_perplexity_stderr,none": "N/A", "bits_per_byte,none": 1.5},
+        "a_group": {"alias": "a group"},
+    }
+    counts = {name: {"effective": 4} for name in results if name != "a_group"}
+    assert list(scores(results, counts)) == [
+        Score("summaries", "f1", 0.5, 0.1, 4, None),
+        Score("summaries", "bleu", 12.0, None, 4, None),
+        Score("gsm8k", "exact_match,strict-match", 5.0, None, 4, None),
+        Score("gsm8k", "exact_match,flexible-extract", 20.0, None, 4, None),
+        Score("texts", "word_perplexity", 9.0, None, 4, None),
+    ]
+
+
+def test_what_was_asked_for_and_not_measured_is_told_behind_the_rest() -> None:
+    results: dict[str, dict[str, Any]] = {
+        "odd": {"name": "odd", "alias": "odd", "sample_len": 0},
+        "niah_single_1": {"4096,none": 0.5, "8192,none": -1, "16384,none": -1},
+    }
+    found = scores(results, {name: {"effective": 10} for name in results}, [4096, 8192])
+    assert next(found) == Score("niah_single_1", "exact_string", 50.0, None, 10, 4096)
+    with pytest.raises(CorpusError, match="odd gave no number; niah_single_1 had no sample of 8192 tokens"):
+        next(found)
 
 
 def test_the_command_writes_rows_and_says_what_is_wrong(

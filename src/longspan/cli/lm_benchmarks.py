@@ -47,12 +47,14 @@ def evaluate(
         needle_lengths=needle_lengths or (),
     )
     shown = Table("benchmark", "metric", "value", "standard error", "samples", box=None)
-    for score in found:
-        values = {"benchmark": score.benchmark, "metric": score.metric, "value": score.value, "error": score.error}
-        values |= {"samples": score.samples, "shots": shots, "limit": limit}
-        of.record(score.table, of.config.context if score.length is None else score.length, values)
-        error = "-" if score.error is None else f"{score.error:.2f}"
-        name = score.benchmark if score.length is None else f"{score.benchmark}, {score.length} tokens"
-        shown.add_row(name, score.metric, f"{score.value:.2f}", error, str(score.samples))
-    print_whole(shown)
+    try:
+        for score in found:
+            values = {"benchmark": score.benchmark, "metric": score.metric, "value": score.value, "error": score.error}
+            values |= {"samples": score.samples, "shots": shots, "limit": limit, "longest": longest}
+            of.record(score.table, of.config.context if score.length is None else score.length, values)
+            error = "-" if score.error is None else f"{score.error:.2f}"
+            name = score.benchmark if score.length is None else f"{score.benchmark}, {score.length} tokens"
+            shown.add_row(name, score.metric, f"{score.value:.2f}", error, str(score.samples))
+    finally:  # where something is missing, it is told behind what there is
+        print_whole(shown)
     console.print(f"rows: {run / 'results.jsonl'}", highlight=False, soft_wrap=True)

@@ -63,6 +63,21 @@ class LongspanLM(TemplateLM):
         ids = self.text.encode(string)
         return ids if add_special_tokens is False else [self.text.begin, *ids]
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether it is the greedy one) of continuations; an empty one is told before any is read."""
+        for context, continuation in (request.args for request in requests):
+            if not self.text.encode(continuation):
+                raise ValueError(f"there is nothing to score: {continuation!r} after {context[-80:]!r} has no token")
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """As lm-eval does it: the whole is encoded and cut where the context alone ends.
+
+        Where a token reaches over that place there may be nothing behind it; then each part is encoded alone.
+        """
+        before, after = super()._encode_pair(context, continuation)
+        return before, after or self.tok_encode(continuation, add_special_tokens=False)
+
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts."""
         pairs: list[tuple[list[int], list[int]]] = []
