@@ -129,12 +129,15 @@ def test_rows_of_a_language_model_are_told_apart_by_how_they_were_measured(tmp_p
         reading, reading | {"scoring": "all"}, reading | {"rope_base": 5e5}, reading | {"length": 128},
         known | {"task": "s-niah-1", "samples": 10, "answer_tokens": 16}, tuned, tuned | {"task": "s-niah-2"},
         tuned | {"rope_base": 5e5}, tuned | {"answer_tokens": 128},
+        *(reading | {name: value} for name, value in (("data", "c0de"), ("longest", 512), ("scored", 8))),
+        tuned | {"depth": 0.5}, tuned | {"needle_seed": 1},
         *(known | {"task": "lm-short", "benchmark": name, "samples": 10} for name in ("piqa", "lambada")),
+        *(known | {"task": "lm-heads", "layer": layer, "head": head} for layer in (1, 2) for head in (1, 2)),
     ]  # fmt: skip
     run = tmp_path / "run"  # one that was tuned has no log
     append_rows(run / "results.jsonl", rows)
     (run / "config.json").write_text('{"corpus": "text"}')
-    told = {"lm-perplexity": 4, "lm-short": 2, "s-niah-1": 4, "s-niah-2": 1}
+    told = {"lm-heads": 4, "lm-perplexity": 7, "lm-short": 2, "s-niah-1": 6, "s-niah-2": 1}
     assert collect([run], tmp_path / "results") == told
     assert collect([run, run / "results.jsonl"], tmp_path / "results") == dict.fromkeys(told, 0)
 

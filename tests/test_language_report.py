@@ -65,6 +65,15 @@ def test_a_panel_has_our_curves_their_intervals_and_the_papers_numbers() -> None
     assert needles.trained_to == 1024
 
 
+def test_two_measurements_of_one_method_are_two_curves() -> None:
+    rows = [row("s-niah-1", "softmax", 1024, 99.0, depth=depth) for depth in (None, 0.5)]
+    (panel,) = panels(rows)
+    assert panel.curves == {
+        "softmax, lm/50m+needles": {1024: 99.0},
+        "softmax, lm/50m+needles, depth 0.5": {1024: 99.0},
+    }
+
+
 def test_another_position_has_a_curve_of_its_own() -> None:
     rope = [row("s-niah-1", "softmax", 1024, 99.0) | {"position": "rope", "recipe": "lm/50m/rope/softmax"}]
     adjusted = [

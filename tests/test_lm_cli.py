@@ -13,6 +13,7 @@ from tiny_text import write_texts
 
 from longspan import cli
 from longspan.results import read_rows
+from longspan.text.corpora import open_corpus
 
 SMALL = ["--steps=4", "--context=32", "--set=batch=4", "--set=model.layers=1", "--device=cpu"]
 
@@ -47,6 +48,13 @@ def test_a_run_is_named_after_what_it_is(trained: Path) -> None:
     assert f"finished at step 4: {name}" in output.replace("\n", "")
     config = json.loads((trained / name / "config.json").read_text())
     assert (config["context"], config["batch"], config["model"]["layers"]) == (32, 4, 1)
+    assert "precision=bfloat16" not in succeed("lm", "train", "corpus", *SMALL, "--precision=float32", "--out=plain")
+    unusual = ("--documents=joined", "--precision=bfloat16", "--out=unusual")
+    succeed("lm", "train", "corpus", *SMALL, *unusual)
+    names = [json.loads((trained / run / "config.json").read_text())["name"] for run in ("plain", "unusual")]
+    assert names == [
+        f"lm/tiny/nape/asentmax{more}+batch=4+model.layers=1" for more in ("", "+documents=joined+precision=bfloat16")
+    ]
 
 
 @pytest.mark.parametrize("scoring", ["same", "all"])
@@ -59,6 +67,9 @@ def test_perplexity_writes_a_row_a_length(trained: Path, scoring: str) -> None:
         ("lm-perplexity", 128, scoring),
     ]
     assert all(1 < row["low"] < row["value"] < row["high"] < 1000 for row in rows)
+    told = (open_corpus(Path("corpus")).split("validation").checksum, 128, 16 if scoring == "same" else None)
+    assert {(row["data"], row["longest"], row["scored"]) for row in rows} == {told}
+    assert {row["variant"] for row in rows} == {row["config"] for row in rows}  # of seed 0
     assert rows[0]["tokens"] == rows[0]["documents"] * (16 if scoring == "same" else 32)
     assert {"commit", "command", "device", "method", "position", "seed", "step", "config"} <= rows[0].keys()
 
@@ -80,8 +91,18 @@ def test_needles_write_a_row_a_length(trained: Path, extra: list[str]) -> None:
     succeed("lm", "needle", "run", *extra, *room)
     row = list(read_rows(trained / "run/results.jsonl"))[-1]
     assert (row["task"], row["length"], row["samples"], row["value"]) == (extra[0][7:], 500, 3, 0)
-    succeed("lm", "needle", "run", *extra, *room, "--depth=1")
-    assert list(read_rows(trained / "run/results.jsonl"))[-1]["by_depth"] == [None] * 4 + [0]
+    assert (row["depth"], row["needle_seed"]) == (None, 0)
+    succeed("lm", "needle", "run", *extra, *room, "--depth=1", "--seed=2")
+    again = list(read_rows(trained / "run/results.jsonl"))[-1]
+    assert again["by_depth"] == [None] * 4 + [0]
+    assert (again["depth"], again["needle_seed"], again["data"]) == (1, 2, row["data"])
+
+
+def test_a_row_tells_the_text_that_hides_a_needle(trained: Path) -> None:
+    for extra in ("--task=s-niah-1", "--task=s-niah-2", "--task=s-niah-2 --essays=texts"):
+        room = ("--length=500", "--samples=1", "--answer-tokens=4", "--device=cpu")
+        succeed("lm", "needle", "run", *extra.split(), *room)
+    assert len({row["data"] for row in list(read_rows(trained / "run/results.jsonl"))[-3:]}) == 3
 
 
 def test_heads_are_measured_on_whole_documents(trained: Path) -> None:

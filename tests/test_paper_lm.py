@@ -92,8 +92,58 @@ def test_models_trained_in_other_ways_have_lines_of_their_own() -> None:
     }
 
 
-def _ours(rows: list[Row]) -> list[Line]:
-    return [line for line in language_lines(rows, OWN_CORPUS) if line.source != "paper"]
+def _ours(rows: list[Row], table: LanguageTable = OWN_CORPUS) -> list[Line]:
+    return [line for line in language_lines(rows, table) if line.source != "paper"]
+
+
+def _sources(rows: list[Row], table: LanguageTable = OWN_CORPUS) -> dict[str, dict[Column, float]]:
+    return {line.source: {length: cell.mean for length, cell in line.cells.items()} for line in _ours(rows, table)}
+
+
+def test_other_tokens_are_not_the_same_tokens() -> None:
+    """Another corpus, another ladder and fewer documents: each is scored on tokens of its own."""
+    told = {"scoring": "same", "data": "aaa", "longest": 64, "scored": 16, "documents": 9}
+    first = [row("lm-perplexity", 32, 1, **told), row("lm-perplexity", 64, 2, **told)]
+    assert _sources(first) == {"lm/50m, same tokens": {32: 1, 64: 2}}
+    for other, names in (
+        ({"data": "bbb"}, ("text aaa", "text bbb")),
+        ({"longest": 4096}, ("up to 64 tokens", "up to 4,096 tokens")),
+        ({"scored": 8}, ("the last 16", "the last 8")),
+        ({"documents": 5}, ("9 documents", "5 documents")),
+    ):
+        again = row("lm-perplexity", 32, 3, **told | other, time="2")
+        one, two = (f"lm/50m, same tokens, {name}" for name in names)
+        assert _sources([*first, again]) == {one: {32: 1, 64: 2}, two: {32: 3}}
+    old = row("lm-perplexity", 32, 4, scoring="same", documents=9)  # from before rows told it: on what, nobody knows
+    assert _sources([*first, old])["lm/50m, same tokens"] == {32: 4}
+
+
+def test_needles_asked_for_in_another_way_have_lines_of_their_own() -> None:
+    told = {"answer_tokens": 16, "data": "aaa", "depth": None, "needle_seed": 0}
+    first = row("s-niah-1", 1024, 90, **told)
+    for other, names in (
+        ({"depth": 1.0}, ("", ", depth 1")),
+        ({"answer_tokens": 128}, (", 16 answer tokens", ", 128 answer tokens")),
+        ({"needle_seed": 1}, (", needles of seed 0", ", needles of seed 1")),
+    ):
+        found = _sources([first, row("s-niah-1", 1024, 10, **told | other, time="2")], NEEDLES_1)
+        assert found == {f"lm/50m{names[0]}": {1024: 90}, f"lm/50m{names[1]}": {1024: 10}}
+
+
+def test_a_part_of_a_benchmark_is_not_the_whole() -> None:
+    told = {"benchmark": "piqa", "limit": None, "shots": None}
+    part = row("lm-short", 1024, 40, **told | {"limit": 20, "shots": 5}, time="2")
+    assert _sources([row("lm-short", 1024, 60, **told), part], SHORT) == {
+        "lm/50m": {"piqa": 60},
+        "lm/50m, 20 samples, 5 shots": {"piqa": 40},
+    }
+
+
+def test_models_that_are_called_alike_are_told_apart_by_their_config() -> None:
+    rows = [row("s-niah-1", 1024, 90, variant="c0ffee"), row("s-niah-1", 1024, 80, variant="c0ffee", seed=1)]
+    assert _sources(rows, NEEDLES_1) == {"lm/50m": {1024: 85}}
+    rows.append(row("s-niah-1", 1024, 10, variant="facade"))
+    assert _sources(rows, NEEDLES_1) == {"lm/50m, config c0ffee": {1024: 85}, "lm/50m, config facade": {1024: 10}}
 
 
 def test_our_lines_follow_the_papers() -> None:

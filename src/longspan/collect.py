@@ -21,7 +21,10 @@ _ENDINGS = ("finished", "stopped", "diverged", "failed")
 _PROVENANCE = ("commit", "command", "device", "torch", "python")
 
 # What besides the run tells rows of a language model apart: one is measured in many ways.
-_MEASURED_BY = ("task", "recipe", "benchmark", "scoring", "rope_base", "answer_tokens", "documents", "shots", "limit")
+_MEASURED_BY = (
+    *("task", "recipe", "benchmark", "metric", "scoring", "rope_base", "answer_tokens", "documents", "shots", "limit"),
+    *("data", "longest", "scored", "depth", "needle_seed", "queries", "layer", "head"),
+)
 
 Key = tuple[object, ...]
 

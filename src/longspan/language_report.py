@@ -6,7 +6,7 @@ A result row goes to the table of its `task`, under its `length`; a row of `lm-s
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from longspan.paper.format import RowKey
 from longspan.paper.language import (
@@ -31,6 +31,22 @@ parameters trained on 2,048 tokens of another text; rows with `+needles` are of 
 the length that they were trained on. A curve has the lengths of a row; the grey part was trained."""
 
 
+# What rows of one model and task may differ in besides the length, and how a line that differs in it says so. Rows
+# older than a field do not have it.
+_MEASURED = {
+    "data": "text {}",
+    "longest": "up to {:,} tokens",
+    "scored": "the last {:,}",
+    "documents": "{:,} documents",
+    "answer_tokens": "{} answer tokens",
+    "depth": "depth {:g}",
+    "needle_seed": "needles of seed {}",
+    "limit": "{:,} samples",
+    "shots": "{} shots",
+}
+Origin: TypeAlias = tuple[str, str, str]  # position, method and source, as in a line
+
+
 class Line(NamedTuple):
     position: str
     method: str
@@ -40,7 +56,7 @@ class Line(NamedTuple):
 
 def language_lines(rows: Iterable[Row], table: LanguageTable) -> list[Line]:
     """The paper's lines, each followed by ours of the same position and method, then ours without a peer."""
-    ours = _our_lines([row for row in rows if row.get("task") == table.task and "recipe" in row])
+    ours = _our_lines(_named(rows, table))
     lines: list[Line] = []
     for (position, method), values in table.rows.items():
         lines.append(
@@ -50,13 +66,34 @@ def language_lines(rows: Iterable[Row], table: LanguageTable) -> list[Line]:
     return lines + [line for line in ours if line[:2] not in table.rows]
 
 
-def _our_lines(rows: Iterable[Row]) -> list[Line]:
-    """Rows by recipe; a seed measured twice counts once, by its latest row."""
-    latest: dict[tuple[tuple[str, str, str], Column], dict[int, Row]] = defaultdict(dict)
-    for row in sorted(rows, key=lambda row: row["time"]):
+def _named(rows: Iterable[Row], table: LanguageTable) -> list[tuple[Origin, Row]]:
+    """The rows of a table, each with the line it belongs to.
+
+    What not all of them were measured on or by is part of the line, and so is the config of models called alike.
+    """
+    own = [row for row in rows if row.get("task") == table.task and "recipe" in row]
+    differing = [name for name in _MEASURED if len({row.get(name) for row in own}) > 1]
+    models: dict[Origin, set[str | None]] = defaultdict(set)
+    for row in own:
+        models[_origin(row)].add(row.get("variant"))
+
+    def line_of(row: Row) -> Origin:
+        position, method, source = origin = _origin(row)
+        said = [_MEASURED[name].format(row[name]) for name in differing if row.get(name) is not None]
+        if len(models[origin]) > 1 and row.get("variant"):
+            said.append(f"config {row['variant']}")
+        return position, method, ", ".join([source, *said])
+
+    return [(line_of(row), row) for row in own]
+
+
+def _our_lines(rows: Iterable[tuple[Origin, Row]]) -> list[Line]:
+    """A seed measured twice counts once, by its latest row."""
+    latest: dict[tuple[Origin, Column], dict[int, Row]] = defaultdict(dict)
+    for origin, row in sorted(rows, key=lambda pair: pair[1]["time"]):
         column = row["benchmark"] if row["task"] == "lm-short" else row["length"]
-        latest[_origin(row), column][row["seed"]] = row
-    found: dict[tuple[str, str, str], dict[Column, Cell]] = defaultdict(dict)
+        latest[origin, column][row["seed"]] = row
+    found: dict[Origin, dict[Column, Cell]] = defaultdict(dict)
     for (origin, column), by_seed in latest.items():
         values = [row["value"] for row in by_seed.values()]
         spread = statistics.stdev(values) if len(values) > 1 else None
@@ -75,7 +112,7 @@ def _mean_of(rows: Iterable[Row], name: str) -> float | None:
     return None if None in values else statistics.mean(value for value in values if value is not None)
 
 
-def _origin(row: Row) -> tuple[str, str, str]:
+def _origin(row: Row) -> Origin:
     """Position, method, and the recipe without them: a size and the edits of the command line."""
     base, plus, edits = row["recipe"].partition("+")
     size = base.removesuffix(f"/{row['position']}/{row['method']}")
@@ -164,15 +201,21 @@ def _ours(rows: Sequence[Row], table: LanguageTable) -> list[Line]:
     return [line for line in language_lines(rows, table) if line.source != PAPER]
 
 
-def _label(line: Line) -> str:
-    return line.method if line.position == "nape" else f"{line.method}, {line.position}"
+def _labels(lines: Sequence[Line]) -> list[tuple[str, Line]]:
+    """What a curve is called: method and position, and the source where several lines share them."""
+    short = [line.method if line.position == "nape" else f"{line.method}, {line.position}" for line in lines]
+    return [
+        (name if short.count(name) == 1 else f"{name}, {line.source}", line)
+        for name, line in zip(short, lines, strict=True)
+    ]
 
 
 def _panel(table: LanguageTable, lines: Sequence[Line]) -> Panel:
-    curves = {_label(line): {int(length): cell.mean for length, cell in line.cells.items()} for line in lines}
+    labels = _labels(lines)
+    curves = {label: {int(length): cell.mean for length, cell in line.cells.items()} for label, line in labels}
     # A perplexity's interval is that of its documents, which are the same at every length and for every model.
-    bands = {} if table is OWN_CORPUS else {_label(line): _band(line) for line in lines}
-    peers = {_label(line): table.rows.get(RowKey(line.position, line.method), {}) for line in lines}
+    bands = {} if table is OWN_CORPUS else {label: _band(line) for label, line in labels}
+    peers = {label: table.rows.get(RowKey(line.position, line.method), {}) for label, line in labels}
     dotted = {label: {int(length): value for length, value in peer.items()} for label, peer in peers.items() if peer}
     return Panel(
         title=table.caption if table is not OWN_CORPUS else "Perplexity on the same tokens, with more past",
@@ -218,8 +261,9 @@ def _changes(rows: Sequence[Row], lines: Sequence[Line]) -> list[str]:
     from longspan.evaluate.perplexity import Perplexity, change
 
     texts = []
+    named = _named(rows, OWN_CORPUS)
     for line in lines:
-        own = [row for row in rows if row.get("task") == OWN_CORPUS.task and _origin(row) == line[:3]]
+        own = sorted((row for origin, row in named if origin == line[:3]), key=lambda row: row["time"])
         by_length = {row["length"]: row for row in own if row["seed"] == own[0]["seed"] and row["scoring"] == "same"}
         if by_length:
             found = {
@@ -236,7 +280,8 @@ def _changes(rows: Sequence[Row], lines: Sequence[Line]) -> list[str]:
 
 
 def _commands(rows: Sequence[Row], table: LanguageTable) -> str:
-    own = [row for row in rows if row.get("task") == table.task and "recipe" in row]
-    found = dict.fromkeys((*_origin(row), str(row["seed"]), str(row["commit"]), f"`{row['command']}`") for row in own)
+    found = dict.fromkeys(
+        (*origin, str(row["seed"]), str(row["commit"]), f"`{row['command']}`") for origin, row in _named(rows, table)
+    )
     texts = [["position", "method", "recipe", "seed", "commit", "command"], *map(list, found)]
     return markdown(texts, names=6)

@@ -107,8 +107,10 @@ def train(
 
     with joined(device_named(device)) as (processes, place):
         config = language_recipe(corpus, preset, method, position, steps=steps, context=context)
-        config = replace(config, documents=documents, seed=seed, precision=_precision(precision, place))
-        config = _edited(replace(config, activations=activations), edits or [])
+        config = replace(config, seed=seed, activations=activations, precision=_precision("auto", place))
+        asked = {"documents": documents, "precision": _precision(precision, place)}
+        unusual = [f"{name}={value}" for name, value in asked.items() if value != getattr(config, name)]
+        config = _edited(config, [*unusual, *(edits or [])])
         folder = out or Path("runs") / f"{config.name.replace('/', '-')}-s{config.seed}"
         screen = console if processes.first else Console(quiet=True)
         size = f"{parameter_count(config.model):,} parameters, {config.batch * config.context:,} tokens a step"

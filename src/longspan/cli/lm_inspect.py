@@ -30,14 +30,16 @@ def inspect(
 
     of = opened(run, corpus, rope_base, device)
     ladder = sorted(lengths or [of.config.context, 16 * of.config.context])
-    documents = long_documents(of.corpus.split("validation"), ladder[-1], samples)
+    stream = of.corpus.split("validation")
+    documents = long_documents(stream, ladder[-1], samples)
+    measured = {"data": stream.checksum, "longest": ladder[-1]}
     found: list[Row] = []
     for length in ladder:
         with console.status(f"length {length}"):
             tokens = torch.stack([document[:length] for document in documents]).to(of.device)
             rows = rows_of_heads(of.model, tokens, length, queries)
         for row in rows:
-            of.record(TASK, length, {name: value for name, value in row.items() if name != "length"})
+            of.record(TASK, length, measured | {name: value for name, value in row.items() if name != "length"})
         found += rows
     print_whole(summary(found))
     console.print(f"rows: {run / 'results.jsonl'}", highlight=False, soft_wrap=True)

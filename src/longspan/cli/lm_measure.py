@@ -2,6 +2,7 @@
 
 import functools
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -56,6 +57,7 @@ class Opened(NamedTuple):
             "seed": self.config.seed,
             "step": self.step,
             "config": fingerprint(self.config),
+            "variant": fingerprint(replace(self.config, seed=0)),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **provenance(self.device),
         }
@@ -120,8 +122,11 @@ def perplexity(
 
     of = opened(run, corpus, rope_base, device)
     ladder = sorted(lengths or _ladder(of.config.context))
-    chosen = measuring.long_documents(of.corpus.split("validation"), ladder[-1], documents)
+    stream = of.corpus.split("validation")
+    chosen = measuring.long_documents(stream, ladder[-1], documents)
     scored = max(1, ladder[0] // 2)
+    measured = {"metric": "perplexity", "scoring": scoring, "data": stream.checksum, "longest": ladder[-1]}
+    measured |= {"scored": scored if scoring == "same" else None}
     shown = Table("length", "perplexity", "95 %", "nats a token more", "tokens", "documents", "seconds", box=None)
     first: measuring.Perplexity | None = None
     for length in ladder:
@@ -135,7 +140,7 @@ def perplexity(
                 scoring=scoring,
                 precision=of.config.precision,
             )
-        of.record("lm-perplexity", length, {"metric": "perplexity", "scoring": scoring, **found._asdict()})
+        of.record("lm-perplexity", length, measured | found._asdict())
         first = first or found
         more = measuring.change(first, found)
         change = f"{more.value:+.4f} ({more.low:+.4f} to {more.high:+.4f})" if scoring == "same" else "-"
@@ -165,12 +170,14 @@ def needle(
 
     of = opened(run, corpus, rope_base, device)
     maker = _maker(of.corpus.folder, essays, task, answer_tokens)
+    measured = {"metric": "exact_string", "answer_tokens": answer_tokens, "data": maker.checksum}
+    measured |= {"depth": depth, "needle_seed": seed}
     shown = Table("length", f"{task}, %", "95 %", "by fifths of depth", "samples", "seconds", box=None)
     for length in lengths or _ladder(of.config.context):
         with console.status(f"length {length}"):
             made = _needles(maker, length, samples, depth, seed)
             found = retrieval(of.model, maker, made, of.config.precision)
-        of.record(task, length, {"metric": "exact_string", "answer_tokens": answer_tokens, **found._asdict()})
+        of.record(task, length, measured | found._asdict())
         depths = " ".join("-" if value is None else f"{value:.0f}" for value in found.by_depth)
         numbers = (f"{found.value:.1f}", f"{found.low:.1f} to {found.high:.1f}", depths)
         shown.add_row(str(length), *numbers, str(found.samples), f"{found.seconds:.1f}")

@@ -13,6 +13,7 @@ last. Samples take 40 evenly spaced depths in turn, in noise and in essays, so t
 one of these 40 at random in essays, and any line in noise. An answer is right when the number's digits are in it.
 """
 
+import hashlib
 import random
 import re
 from array import array
@@ -108,6 +109,11 @@ class NeedleMaker:
         if not self._hay:
             raise CorpusError(f"{task} hides its needle in essays, and there are none")
         self._sizes = list(map(len, tokenizer.encode_all([self.separator + line for line in self._hay])))
+
+    @property
+    def checksum(self) -> str:
+        """Twelve hex digits that tell this haystack from any other."""
+        return hashlib.blake2b("\n".join(self._hay).encode(errors="replace"), digest_size=6).hexdigest()
 
     def make(self, length: int, depth: float, seed: int) -> Needle:
         """The sample of a seed with `length` tokens, the answer's room included, and its needle at `depth`."""
