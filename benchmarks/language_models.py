@@ -64,6 +64,7 @@ class Book:
     def __init__(self, given: argparse.Namespace):
         self.given, self.path = given, given.out / "logs.jsonl"
         self.settings: Row = {name: getattr(given, name) for name in SETTINGS}
+        self.settings["data"] = open_corpus(given.corpus).checksum
 
     def origin(self, name: str) -> Row:
         """What tells the rows of a model from those of any other."""
@@ -73,7 +74,8 @@ class Book:
     def stages(self) -> list[Row]:
         """The rows on stages that ended, of all models."""
         rows = read_rows(self.path) if self.path.exists() else iter(())
-        found = [row for row in rows if row["event"] == "stage"]
+        # Rows from before they told the corpus count for any.
+        found = [{"data": self.settings["data"]} | row for row in rows if row["event"] == "stage"]
         return [row for row in found if all(row.get(name) == value for name, value in self.settings.items())]
 
     def done(self, name: str) -> set[str]:

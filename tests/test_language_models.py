@@ -186,6 +186,18 @@ def test_rows_of_other_settings_are_not_taken_for_these(command: Command) -> Non
         assert done == (set() if options else set(NAPE))
 
 
+def test_what_was_measured_on_another_corpus_is_not_done(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_stages(command, 1)  # rows that do not tell a corpus
+    book = command.script.Book(command.given())
+    assert book.done("asentmax/nape") == set(NAPE)
+    (command.folder / "lm/logs.jsonl").unlink()
+    for stage in command.script.stages_of(book.given, "asentmax/nape", set())[1:]:  # a training has a log to take over
+        book.note("asentmax/nape", stage, 1.0, ended=True)
+    assert book.done("asentmax/nape") == set(NAPE[1:])
+    monkeypatch.setattr(Corpus, "checksum", "0123456789ab")
+    assert command.script.Book(command.given()).done("asentmax/nape") == set()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
