@@ -71,7 +71,8 @@ def test_the_command_leaves_a_run_to_measure_and_not_to_train(
     assert "after 2 steps: run-needles" in succeed("lm", "tune", "run", *options)
     succeed("lm", "needle", "run-needles", "--length=400", "--samples=2", "--answer-tokens=16", "--device=cpu")
     row = list(read_rows(tmp_path / "run-needles/results.jsonl"))[-1]
-    assert (row["recipe"], row["step"]) == ("lm/tiny/nape/asentmax+batch=2+needles", 2)
+    tuned = "+tuning.steps=2+tuning.batch=2+tuning.samples=2+tuning.shortest=350"
+    assert (row["recipe"], row["step"]) == (f"lm/tiny/nape/asentmax+batch=2{tuned}+needles", 2)
     assert "holds a run already" in refusal(monkeypatch, capsys, "lm", "tune", "run", *options)
     assert "tuned after training" in refusal(monkeypatch, capsys, *train, "--out=run-needles")
 

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from longspan.cli.console import console, device_named, print_whole
-from longspan.results import append_rows, provenance
+from longspan.results import Row, append_rows, provenance
 
 if TYPE_CHECKING:
     from longspan.nn.llama import Llama
@@ -125,7 +125,7 @@ def perplexity(
     stream = of.corpus.split("validation")
     chosen = measuring.long_documents(stream, ladder[-1], documents)
     scored = max(1, ladder[0] // 2)
-    measured = {"metric": "perplexity", "scoring": scoring, "data": stream.checksum, "longest": ladder[-1]}
+    measured: Row = {"metric": "perplexity", "scoring": scoring, "data": stream.checksum, "longest": ladder[-1]}
     measured |= {"scored": scored if scoring == "same" else None}
     shown = Table("length", "perplexity", "95 %", "nats a token more", "tokens", "documents", "seconds", box=None)
     first: measuring.Perplexity | None = None
@@ -170,7 +170,7 @@ def needle(
 
     of = opened(run, corpus, rope_base, device)
     maker = _maker(of.corpus.folder, essays, task, answer_tokens)
-    measured = {"metric": "exact_string", "answer_tokens": answer_tokens, "data": maker.checksum}
+    measured: Row = {"metric": "exact_string", "answer_tokens": answer_tokens, "data": maker.checksum}
     measured |= {"depth": depth, "needle_seed": seed}
     shown = Table("length", f"{task}, %", "95 %", "by fifths of depth", "samples", "seconds", box=None)
     for length in lengths or _ladder(of.config.context):

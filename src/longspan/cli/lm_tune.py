@@ -1,13 +1,16 @@
 """`longspan lm tune`: a short fine-tuning on needles."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from longspan.cli.console import console, fail
 from longspan.cli.lm_measure import CorpusFolder, Device, Run, opened
+
+if TYPE_CHECKING:
+    from longspan.train.needles import Tuning
 
 
 def tune(
@@ -39,5 +42,12 @@ def tune(
             *(of.model, given, tuning, of.config.precision),
             report=lambda step, loss: status.update(f"step {step} of {steps}: loss {loss:.4f}"),
         )
-    save_tuned(target, of.model, of.config, of.step)
+    save_tuned(target, of.model, replace(of.config, name=of.config.name + _unusual(tuning)), of.step)
     console.print(f"answers' loss {loss:.4f} after {steps} steps: {target}", highlight=False, soft_wrap=True)
+
+
+def _unusual(tuning: "Tuning") -> str:
+    """What of a tuning is not the default, as a run's name tells it; the warm-up follows from the steps."""
+    usual = asdict(type(tuning)())
+    fields = {name: value for name, value in asdict(tuning).items() if name != "warmup" and value != usual[name]}
+    return "".join(f"+tuning.{name}={value}" for name, value in fields.items())
