@@ -6,13 +6,14 @@ In every channel i the keys of a page lie between low_i and high_i, so that no p
 
 nor, by its norm, |q| max|k|. Less what the slope takes at the least, this bounds every score of the page from above. A
 page is out if that lies `reach` or more below a score that some key is known to have. Those are found by reading a few
-pages whole: of every 64 pages and every row, the one with the highest bound.
+pages whole: of every 64 pages (32 where a program has less memory) and every row, the one with the highest bound.
 """
 
 import triton
 import triton.language as tl
 
 from longspan.kernels.decode import DECODE_SIZES, nearness, norms_of, pages_of, row_inputs, scored
+from longspan.kernels.gpus import highest
 
 
 @triton.jit(do_not_specialize=DECODE_SIZES)
@@ -67,7 +68,7 @@ def bound_kernel(Q, K, Low, High, Norms, Bounds, Floors, Slopes, Scales, Lengths
         best = tl.max(bound, 1)
         candidate = tl.max(tl.where((bound == best[:, None]) & there[None, :], pages[None, :], -1), 1)
         for probe in range(PROBES):
-            page = tl.max(tl.where(tl.arange(0, M) == probe, candidate, -1), 0)
+            page = highest(tl.where(tl.arange(0, M) == probe, candidate, -1))
             if page >= first:
                 z = scored(q, K, Table, batch, kv_head, page, k_b, k_h, k_t, k_d, positions, row_scale, slope,
                            start, end, D, SLOPES, STARTS, PAGED, PRECISION, BLOCK_D)  # fmt: skip
