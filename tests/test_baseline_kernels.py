@@ -229,6 +229,16 @@ def test_what_has_no_kernel_is_left_to_the_dense_way(device: torch.device) -> No
     assert StickBreaking().by_kernels(**call) is None
 
 
+@pytest.mark.parametrize("method", ["topk", "stick_breaking", "adaptive_temperature"])
+def test_a_layer_that_is_told_to_take_kernels_takes_them_or_says_why_not(method: str, device: torch.device) -> None:
+    layer = build_attention(method, dim=16, num_heads=2, position="nope", impl="triton").to(device)
+    x = torch.randn(1, 300, 16, device=device)
+    with pytest.raises(ValueError, match="has no kernel for it"):
+        layer(x)  # with gradients, and rows too long for the chip
+    with pytest.raises(ValueError, match="float64"):
+        layer.double()(x.double())
+
+
 def test_the_operators_are_registered_well(device: torch.device) -> None:
     from longspan.kernels.short import short_attention
     from longspan.kernels.stick import stick_attention

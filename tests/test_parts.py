@@ -372,6 +372,8 @@ def test_half_precision_layers_answer_in_kind() -> None:
         (lambda: TopK(k=0), "at least 1"),
         (lambda: Adaptive(DIM, HEADS, initial_beta=0.0), "must be positive"),
         (lambda: layer("entmax")(inputs(), cache=KVCache(), lengths=torch.tensor([3, 4])), "pad on the left"),
+        (lambda: build_attention("topk", DIM, HEADS, impl="flash"), "impl must be 'auto' or one of reference"),
+        (lambda: layer("topk", impl="chunked")(inputs()), "TopK is no entmax"),
     ],
 )
 def test_bad_arguments_say_what_is_wrong(call: Callable[[], object], message: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.functional import attention, decode
-from longspan.functional.attention import check_rules, scaled_queries, triton_cannot
+from longspan.functional.attention import IMPLEMENTATIONS, check_rules, scaled_queries, triton_cannot
 from longspan.functional.decode import kernels_cannot
 from longspan.functional.reference import dense_attention
 from longspan.functional.scores import Rules, visible_tokens
@@ -77,7 +77,8 @@ class Attention(nn.Module):
         normalizer, scaler, position: the parts. `longspan.nn.build_attention` makes them from a method's name.
         query_norm, key_norm: optional modules on each head's queries and keys, for instance ``nn.RMSNorm(head_dim)``.
         scale: of the scores, 1/sqrt(head_dim) by default.
-        impl: of `longspan.attention`.
+        impl: of `longspan.attention`. Normalisers that are no entmax have no "chunked", and "triton" where they have
+            kernels of their own.
     """
 
     def __init__(
@@ -103,6 +104,8 @@ class Attention(nn.Module):
             raise ValueError(f"num_kv_heads ({num_kv_heads}) must divide num_heads ({num_heads})")
         if normalizer.ordered and not causal:
             raise ValueError(f"{type(normalizer).__name__} depends on the order of the past: it needs causal attention")
+        if impl not in ("auto", *IMPLEMENTATIONS):
+            raise ValueError(f"impl must be 'auto' or one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
         self.head_dim = width_of_head(dim, num_heads) if head_dim is None else head_dim
         self.scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
         self.causal, self.impl = causal, impl
@@ -213,15 +216,10 @@ class Attention(nn.Module):
             impl=self.impl,
         )
 
-    def _may_use_kernels(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether kernels of the normaliser's own may serve: where those of softmax would."""
-        return (q.is_cuda if self.impl == "auto" else self.impl == "triton") and triton_cannot(q, k, v, 1.0) is None
-
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, rules: Rules, scales: Tensor | None) -> Tensor:
         form = self.normalizer.entmax_form()
         if form is None:
-            out = self.normalizer.by_kernels(q, k, v, scales, rules) if self._may_use_kernels(q, k, v) else None
-            return dense_attention(scaled_queries(q, scales), k, v, rules, self.normalizer) if out is None else out
+            return self._attend_by_weights(q, k, v, rules, scales)
         return attention(
             q,
             k,
@@ -235,3 +233,17 @@ class Attention(nn.Module):
             documents=rules.documents,
             impl=self.impl,
         )
+
+    def _attend_by_weights(self, q: Tensor, k: Tensor, v: Tensor, rules: Rules, scales: Tensor | None) -> Tensor:
+        """Of a normaliser that is no entmax: by kernels of its own, where those of softmax would serve, or densely."""
+        name = type(self.normalizer).__name__
+        if self.impl == "chunked":
+            raise ValueError(f"impl='chunked' cannot serve this call: {name} is no entmax")
+        if self.impl == "triton" or (self.impl == "auto" and q.is_cuda):
+            reason = triton_cannot(q, k, v, 1.0)
+            out = None if reason else self.normalizer.by_kernels(q, k, v, scales, rules)
+            if out is not None:
+                return out
+            if self.impl == "triton":
+                raise ValueError(f"impl='triton' cannot serve this call: {reason or f'{name} has no kernel for it'}")
+        return dense_attention(scaled_queries(q, scales), k, v, rules, self.normalizer)
