@@ -328,6 +328,14 @@ def test_topk_keeps_k_or_a_fraction_of_what_a_row_sees() -> None:
         torch.testing.assert_close(normalizer(tied.view(1, 1, 1, 6)).flatten(), wanted)
 
 
+@pytest.mark.parametrize("normalizer", [TopK(k=2), TopK(fraction=0.4)], ids=["k", "fraction"])
+def test_a_score_that_is_nan_makes_its_own_row_nan(normalizer: TopK) -> None:
+    scores = torch.tensor([[3.0, math.nan, 2.0, 1.0, -math.inf], [3.0, 1.0, 2.0, 0.0, -math.inf]])
+    weights = normalizer(scores[None, None])[0, 0]
+    assert weights[0].isnan().all()
+    assert weights[1].isfinite().all()
+
+
 @pytest.mark.parametrize(("fraction", "seen", "kept"), [(0.53, 100, 53), (0.29, 100, 29), (0.21, 300, 63), (0.3, 9, 2)])
 def test_a_fraction_is_rounded_down_from_the_number_it_stands_for(fraction: float, seen: int, kept: int) -> None:
     """0.29 is a hair less than 29 / 100."""

@@ -108,7 +108,8 @@ class TopK(Normalizer):
         above, tied = scores > edge, (scores == edge) & (edge > -math.inf)
         share = (kept - above.sum(-1, keepdim=True)) / tied.sum(-1, keepdim=True).clamp_min(1)
         part = torch.where(tied, share.to(scores.dtype).log(), 0)
-        return entmax((scores + part).masked_fill(~(above | tied), -math.inf), 1.0)
+        # NaN is not below: it makes its row NaN.
+        return entmax((scores + part).masked_fill(scores < edge, -math.inf), 1.0)
 
     def _kept(self, scores: Tensor) -> tuple[int | Tensor, Tensor]:
         """How many scores of a row have a place, and the lowest of them; -inf where it sees no more than that."""
