@@ -143,3 +143,11 @@ def test_wrong_arguments_are_refused() -> None:
         KVCache(starts=torch.tensor([0, 1, 2])).append(keys(4), keys(4), None)
     with pytest.raises(ValueError, match="no document ids"):
         KVCache(starts=torch.tensor([0, 1])).append(keys(4), keys(4), torch.zeros(2, 4, dtype=torch.long))
+
+
+def test_a_summary_of_keys_in_float64() -> None:
+    cache = KVCache()
+    k, _, _ = cache.append(keys(5).double(), keys(5).double(), None)
+    summary = cache.summary()
+    assert summary is not None
+    assert torch.equal(summary.norms[..., 0], k.norm(dim=-1).amax(-1).float())

@@ -21,7 +21,7 @@ IMPLEMENTATIONS = ("reference", "triton")
 class PageSummary(NamedTuple):
     """What is known of every page of 64 keys without reading it. Pages without a key hold anything.
 
-    norms: (batch, kv_heads, pages), at least the largest norm of the page's keys; float32.
+    norms: (batch, kv_heads, pages), at least the largest norm of the page's keys, up to rounding; float32.
     low, high: (batch, kv_heads, pages, dim), between which every channel of its keys lies, in the keys' dtype; or None.
 
     Of a pool: (pages, kv_heads) and (pages, kv_heads, dim).
@@ -45,7 +45,7 @@ def extended_summary(
     from place `begin` on: earlier ones are not read again. `summary` may be changed in place; `boxes` must not change.
     """
     page = torch.arange(begin, begin + new.shape[2], device=new.device) // PAGE
-    size = torch.linalg.vector_norm(new, dim=-1, dtype=torch.float32)
+    size = torch.linalg.vector_norm(new, dim=-1, dtype=torch.promote_types(new.dtype, torch.float32)).float()
     norms = _with_room(None if summary is None else summary.norms, size, room, 0.0)
     norms.scatter_reduce_(2, page.expand_as(size), size, "amax")
     if not boxes:
