@@ -7,7 +7,8 @@ import torch
 from attention_cases import IMPLEMENTATIONS, Case, attend, attend_with_stats, call_of
 from torch import Tensor
 
-from longspan import attention, attention_weights, which_impl
+from longspan import attention, attention_weights, decode, which_impl
+from longspan.functional.scores import Rules, visible_tokens
 
 
 @pytest.mark.parametrize(
@@ -107,3 +108,12 @@ def test_errors_say_what_is_wrong(name: str) -> None:
     call, error, message = ERRORS[name]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_the_interpreter_is_not_trusted_with_bfloat16() -> None:
+    pytest.importorskip("triton")
+    q = zeros(1, 1, 2, 8, dtype=torch.bfloat16)
+    for attend_somehow in (attention, decode):
+        with pytest.raises(ValueError, match="wrong in bfloat16"):
+            attend_somehow(q, q, q, impl="triton")

@@ -261,6 +261,8 @@ def triton_cannot(q: Tensor, k: Tensor, v: Tensor, alpha: Alpha) -> str | None:
         return "alpha must be a number: a learnt alpha has no kernel yet"
     if q.dtype == torch.float64:
         return "it does not compute in float64"
+    if q.dtype == torch.bfloat16 and not q.is_cuda:
+        return "Triton's interpreter is wrong in bfloat16"
     if reason := too_wide(q, v):
         return reason
     if max(q.shape[2], k.shape[2]) >= _MOST_TOKENS:

@@ -174,6 +174,8 @@ def kernels_cannot(q: Tensor, v: Tensor) -> str | None:
         return "triton is not installed: pip install 'longspan[gpu]'"
     if q.dtype == torch.float64:
         return "it does not compute in float64"
+    if q.dtype == torch.bfloat16 and not q.is_cuda:
+        return "Triton's interpreter is wrong in bfloat16"
     if reason := too_wide(q, v):
         return reason
     if q.shape[2] > MOST_QUERIES:
