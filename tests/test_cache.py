@@ -8,6 +8,7 @@ from torch import Tensor
 
 from longspan.kernels.pages import MANY_KEYS, PAGE
 from longspan.nn import Attention, KVCache, build_attention
+from longspan.nn.cache import extended
 
 DIM, HEADS = 16, 4
 
@@ -139,10 +140,71 @@ def test_wrong_arguments_are_refused() -> None:
         KVCache(room=-1)
     with pytest.raises(ValueError, match="integers"):
         KVCache(starts=torch.ones(2))
+    with pytest.raises(ValueError, match="integers"):
+        KVCache(starts=torch.tensor([True, False]))
     with pytest.raises(ValueError, match="3 starts"):
         KVCache(starts=torch.tensor([0, 1, 2])).append(keys(4), keys(4), None)
     with pytest.raises(ValueError, match="no document ids"):
         KVCache(starts=torch.tensor([0, 1])).append(keys(4), keys(4), torch.zeros(2, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("learnt", ["query", "scaler"])
+@pytest.mark.parametrize("last_with_gradients", [True, False])
+def test_what_a_backward_asks_for_is_not_written_over(learnt: str, last_with_gradients: bool) -> None:
+    """Keys and values have no gradients, but those of the queries need them as they were."""
+    attention, x = layer(), inputs(8)
+    attention.get_submodule(learnt).requires_grad_(True)
+    cache = KVCache(room=64)
+    with torch.no_grad():
+        attention(x[:, :2], cache=cache)
+    early = attention(x[:, 2:5], cache=cache).sum()
+    with torch.set_grad_enabled(last_with_gradients):
+        late = attention(x[:, 5:], cache=cache).sum()
+    (early + late).backward()
+    found = [parameter.grad for parameter in attention.parameters()]
+    attention.zero_grad()
+    attention(x)[:, 2 : 8 if last_with_gradients else 5].sum().backward()
+    for mine, parameter in zip(found, attention.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad)
+
+
+def test_memory_that_a_backward_asks_for_is_left_by_a_reset() -> None:
+    cache = KVCache(room=9)
+    held = cache.append(keys(3), keys(3), None, held=True)[0]
+    cache.reset(9)
+    cache.append(keys(3, 1), keys(3, 1), None)
+    assert torch.equal(held, keys(3))
+
+
+def test_a_scale_learns_from_decoding_steps_too() -> None:
+    attention, cache = layer(), KVCache(starts=torch.tensor([0, 3]))
+    attention.scaler.requires_grad_(True)
+    attention(inputs(8), cache=cache)
+    assert attention(inputs(1), cache=cache).requires_grad
+
+
+REFUSED: dict[str, tuple[Tensor, Tensor, Tensor | None, str]] = {
+    "fewer_heads": (keys(2)[:, :1], keys(2)[:, :1], None, "with 1 heads of 8"),
+    "wider_values": (keys(2), keys(2).repeat(1, 1, 1, 2), None, "with 3 heads of 16"),
+    "another_batch": (keys(2)[:1], keys(2)[:1], None, "a batch of 1"),
+    "another_dtype": (keys(2).half(), keys(2).half(), None, "torch.float16"),
+    "ids_of_other_tokens": (keys(2), keys(2), torch.zeros(2, 3, dtype=torch.long), r"integer ids of shape \(2, 2\)"),
+    "fractional_ids": (keys(2), keys(2), torch.zeros(2, 2), "integer ids"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_tokens_that_are_refused_leave_no_trace(name: str) -> None:
+    k, v, documents, message = REFUSED[name]
+    ids, cache = torch.zeros(2, 4, dtype=torch.long), KVCache(room=9)
+    cache.append(keys(4), keys(4), ids)
+    with pytest.raises(ValueError, match=message):
+        cache.append(k, v, documents)
+    assert len(cache) == 4
+    after, _, documents = cache.append(keys(2, 1), keys(2, 1), ids[:, :2])
+    assert torch.equal(after, torch.cat([keys(4), keys(2, 1)], dim=2))
+    assert documents is not None
+    assert documents.shape == (2, 6)
 
 
 def test_a_summary_of_keys_in_float64() -> None:
@@ -151,3 +213,9 @@ def test_a_summary_of_keys_in_float64() -> None:
     summary = cache.summary()
     assert summary is not None
     assert torch.equal(summary.norms[..., 0], k.norm(dim=-1).amax(-1).float())
+
+
+def test_memory_grows_in_a_compiled_step() -> None:
+    memory = torch.zeros(1, 1, 8, 2)
+    added = torch.compile(extended, backend="eager", fullgraph=True)(memory, 3, torch.ones(1, 1, 2, 2), 8)
+    assert added[0, 0, :, 0].tolist() == [0, 0, 0, 1, 1, 0, 0, 0]

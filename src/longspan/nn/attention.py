@@ -150,7 +150,7 @@ class Attention(nn.Module):
         of_queries = positions[..., x.shape[1] - asking.shape[1] :]
         q, k = self.position.rotate(q, of_queries), self.position.rotate(k, positions)
         if cache is not None:
-            k, v, documents = cache.append(k, v, documents)
+            k, v, documents = cache.append(k, v, documents, held=self._learns(q))
             if self._is_decoding(q, k, v, cache, documents):
                 n = (of_queries + 1).expand(len(q), -1)
                 out = self._decode(scaled_queries(q, self._scales(scaling, lambda: n)), k, v, cache)
@@ -195,8 +195,14 @@ class Attention(nn.Module):
             and documents is None
             and form is not None
             and not isinstance(form.alpha, Tensor)
-            and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)))
+            and not self._learns(q, k, v)
         )
+
+    def _learns(self, *inputs: Tensor) -> bool:
+        """Whether a gradient may be asked for of the inputs or of what a part has learnt."""
+        parts = (self.normalizer, self.scaler, self.position)
+        learnt = (parameter for part in parts for parameter in part.parameters())
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *learnt))
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Tensor:
         form, slopes = self.normalizer.entmax_form(), self.position.slopes
