@@ -62,6 +62,16 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         r"lengths must be integers of shape \(2,\)",
     ),
     "fractional_lengths": (lambda: attention(Q, K, K, lengths=zeros(2)), ValueError, "lengths must be integers"),
+    "lengths_as_a_mask": (
+        lambda: attention(Q, K, K, lengths=torch.tensor([True, False])),
+        ValueError,
+        "lengths must be integers",
+    ),
+    "decoding_lengths_as_a_mask": (
+        lambda: decode(Q, K, K, lengths=torch.tensor([True, False])),
+        ValueError,
+        "lengths must be integers",
+    ),
     "documents_of_queries": (
         lambda: attention(Q[:, :, 1:], K, K, documents=zeros(2, 2, dtype=torch.long)),
         ValueError,
@@ -108,6 +118,32 @@ def test_errors_say_what_is_wrong(name: str) -> None:
     call, error, message = ERRORS[name]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32], ids=str)
+def test_lengths_of_few_bits_are_numbers_like_others(dtype: torch.dtype) -> None:
+    """Though the keys are more than the dtype can count, and a query may stand before the first."""
+    q, k, lengths = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 300, 8), torch.tensor([100, 2])
+    few = lengths.to(dtype)
+    assert torch.equal(decode(q, k, k, lengths=few), decode(q, k, k, lengths=lengths))
+    for impl in IMPLEMENTATIONS:
+        assert torch.equal(attention(k, k, k, lengths=few, impl=impl), attention(k, k, k, lengths=lengths, impl=impl))
+    rules = [Rules(1.0, lengths=given) for given in (few, lengths)]
+    assert torch.equal(*(visible_tokens(own, 300, 300, 2, k.device) for own in rules))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("packed", [True, False], ids=["documents", "one_document"])
+def test_a_length_beyond_the_keys_counts_those_there_are(causal: bool, packed: bool) -> None:
+    documents = torch.tensor([[0, 0, 1, 1]]) if packed else None
+    plain, padded = (Rules(1.0, causal, None, lengths, documents) for lengths in (None, torch.tensor([900])))
+    assert torch.equal(*(visible_tokens(rules, 4, 4, 1, torch.device("cpu")) for rules in (plain, padded)))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)], ids=str)
+def test_nobody_is_counted_where_there_is_nobody(shape: tuple[int, int]) -> None:
+    rules = Rules(1.0, documents=torch.zeros(shape, dtype=torch.long))
+    assert visible_tokens(rules, shape[1], shape[1], shape[0], torch.device("cpu")).shape == shape
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")

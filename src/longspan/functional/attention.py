@@ -314,7 +314,7 @@ def check_rules(
     if slopes is not None and slopes.shape != (heads,):
         raise ValueError(f"slopes must have shape ({heads},), one per head, got {tuple(slopes.shape)}")
     if lengths is not None:
-        if lengths.shape != (batch,) or lengths.is_floating_point():
+        if lengths.shape != (batch,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
             raise ValueError(
                 f"lengths must be integers of shape ({batch},), got {lengths.dtype} {tuple(lengths.shape)}"
             )

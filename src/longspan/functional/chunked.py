@@ -179,7 +179,7 @@ def _blocks(q: Tensor, k: Tensor, rules: Rules, alpha: Alpha) -> Iterator[_Block
         return
     positions = query_positions(time, key_time, q.device)
     key_positions = torch.arange(key_time, device=q.device)
-    key_limit = key_time if rules.lengths is None else int(rules.lengths.max().clamp(0, key_time))
+    key_limit = key_time if rules.lengths is None else min(max(int(rules.lengths.max()), 0), key_time)
     at_once = _SCORES_AT_ONCE.get(q.device.type, _SCORES_AT_ONCE["cpu"])
     slopes = [0.0] * num_heads if rules.slopes is None else rules.slopes.tolist()
     alphas = alpha.expand(num_heads).tolist() if isinstance(alpha, Tensor) else [alpha] * num_heads

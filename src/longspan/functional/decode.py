@@ -229,7 +229,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, where: CacheRules) -> None:
                 f"{name} must have shape {shape} on {q.device}, got {tuple(given.shape)} on {given.device}"
             )
     for name, given in (("lengths", lengths), ("starts", starts)):
-        if given is not None and given.is_floating_point():
+        if given is not None and (given.is_floating_point() or given.dtype == torch.bool):
             raise ValueError(f"{name} must be integers, got {given.dtype}")
 
 
@@ -297,7 +297,9 @@ def dense_decode_scores(q: Tensor, k: Tensor, where: CacheRules) -> tuple[Tensor
     slopes, scale, scales, lengths, starts = where[:5]
     dtype = torch.promote_types(q.dtype, torch.float32)
     keys = torch.arange(k.shape[2], device=q.device)
-    end = torch.full(q.shape[:1], k.shape[2], device=q.device) if lengths is None else lengths.clamp_max(k.shape[2])
+    end = torch.full(q.shape[:1], k.shape[2], device=q.device)
+    if lengths is not None:
+        end = lengths.long().clamp_max(k.shape[2])  # the room may be more than a dtype of few bits has
     positions = end[:, None] - q.shape[2] + torch.arange(q.shape[2], device=q.device)  # (B, T)
     empty = keys >= end[:, None]
     scores = grouped_product(q.to(dtype) * scale, k.to(dtype).transpose(-1, -2))

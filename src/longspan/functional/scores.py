@@ -90,8 +90,10 @@ def visible_tokens(rules: Rules, query_time: int, key_time: int, batch: int, dev
     row never makes a logarithm that is not finite.
     """
     rows = query_positions(query_time, key_time, device)
-    end = torch.full((batch, 1), key_time, device=device) if rules.lengths is None else rules.lengths[:, None]
-    if rules.documents is None:
+    end = torch.full((batch, 1), key_time, device=device)
+    if rules.lengths is not None:
+        end = rules.lengths.long()[:, None].clamp_max(key_time)
+    if rules.documents is None or not rules.documents.numel():
         seen = rows.expand(batch, -1) + 1 if rules.causal else end.expand(-1, query_time)
         return torch.minimum(seen, end).clamp_min(1)
     keys = torch.arange(key_time, device=device)
