@@ -90,7 +90,8 @@ def attention(
         alpha: a number >= 1 (1 is softmax), or a tensor of shape () or (heads,), differentiable.
         slopes: (heads,), ALiBi's slopes: a key at a distance loses slope * distance. 0 is no position. Differentiable.
         scale: of the products, 1/sqrt(dim) by default. It does not touch the slopes.
-        scales: (batch, heads, query_time), a factor of every query's products beside `scale`. Differentiable.
+        scales: (batch, heads, query_time), a factor of every query's products beside `scale`. Differentiable. A query
+            is multiplied by it in its own dtype, whose range float16 may leave: kernels take their inputs so.
         causal: query i stands at position ``i + key_time - query_time`` and sees the keys up to its own.
         lengths: (batch,), right padding: keys at or beyond are hidden, and queries whose position is give zeros.
         documents: (batch, key_time) integer ids: tokens of different ids do not see each other. The queries take
@@ -99,7 +100,8 @@ def attention(
             `triton_cannot`) or "auto".
         return_stats: also return `AttentionStats`.
 
-    Queries that see nothing give zeros, and zero gradients.
+    Queries that see nothing give zeros, and zero gradients. What is hidden must be finite all the same, padding too:
+    0 times NaN is NaN.
     """
     rules, alpha = _check(q, k, v, alpha, slopes, scale, causal, lengths, documents)
     name = _choose(impl, q, k, v, alpha)

@@ -28,6 +28,9 @@ def exponential_slopes(num_heads: int) -> Tensor:
 class Position(nn.Module):
     """What a position encoding gives to attention.
 
+    Its buffers are no part of a checkpoint. A model that was built on the meta device must be given them: after
+    `to_empty` they hold anything, and loading a checkpoint leaves them so. Copy them from one built on a CPU.
+
     Attributes:
         slopes: (heads,), or None for no bias.
         scaled: (heads,) bool, the heads whose queries a scaler may multiply.
