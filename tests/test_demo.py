@@ -333,3 +333,6 @@ def test_a_command_does_not_say_where_files_lie(monkeypatch: pytest.MonkeyPatch)
     assert provenance()["command"] == "bench.py --lengths 8 --out rows.jsonl --log=y runs/a"
     monkeypatch.setattr("sys.argv", ["longspan", "train", "--set", "validate_lengths=[64, 128]"])
     assert provenance()["command"] == "longspan train --set 'validate_lengths=[64, 128]'"
+    arguments = ["/runs/of/mine/copy+steps=30+norm=true-s1", "--out=/x/a=b", "--set=corpus=/texts/of/mine"]
+    monkeypatch.setattr("sys.argv", ["longspan", "evaluate", *arguments])
+    assert provenance()["command"] == "longspan evaluate copy+steps=30+norm=true-s1 --out=a=b --set=corpus=mine"

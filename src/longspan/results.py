@@ -74,8 +74,10 @@ def _program() -> str:
 
 def _portable(argument: str) -> str:
     """An argument without where on this machine its file lies: rows are published."""
-    option, equals, value = argument.rpartition("=")
-    return option + equals + (Path(value).name if Path(value).is_absolute() else value)
+    if Path(argument).is_absolute():  # a folder's name may have "=" in it
+        return Path(argument).name
+    option, equals, value = argument.partition("=")
+    return option + equals + _portable(value) if equals else argument
 
 
 def _commit() -> str | None:
