@@ -198,3 +198,15 @@ def test_memory_is_linear_in_the_length() -> None:
     command = [sys.executable, "-c", MEMORY_SCRIPT]
     peak = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout)
     assert peak < 1 << 20
+
+
+def test_a_key_within_rounding_of_the_bound_is_alive() -> None:
+    """A slope that by a hair does not kill the first block of keys, as far as their norm and the query's tell."""
+    alpha, scale = 1.5, 0.1
+    for seed in range(20):
+        query, key = torch.randn(2, 33, generator=torch.Generator().manual_seed(seed)) * 10
+        q, norm = query[None, None], torch.linalg.vector_norm(key)
+        exact = scale * float(query.double().norm() * key.double().norm())
+        slope = (exact + 1 / (alpha - 1)) * (1 - 1e-8)  # at a distance of 1
+        norms = torch.stack([norm, torch.zeros(())])[None]
+        assert chunked._first_key(q, torch.zeros_like(q), norms, slope, alpha, scale, chunked._KEY_BLOCK + 1) == 0

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from longspan.functional import PageSummary, decode
 from longspan.kernels.pages import MANY_KEYS, PAGE
-from longspan.nn import Attention, KVCache, build_attention
+from longspan.nn import Attention, KVCache, Softmax, build_attention
 from longspan.nn.cache import extended
 
 DIM, HEADS = 16, 4
@@ -219,3 +220,59 @@ def test_memory_grows_in_a_compiled_step() -> None:
     memory = torch.zeros(1, 1, 8, 2)
     added = torch.compile(extended, backend="eager", fullgraph=True)(memory, 3, torch.ones(1, 1, 2, 2), 8)
     assert added[0, 0, :, 0].tolist() == [0, 0, 0, 1, 1, 0, 0, 0]
+
+
+def test_room_doubles_where_nobody_knew_how_much_it_takes() -> None:
+    cache = KVCache()
+    sizes = {cache.append(keys(1), keys(1), None)[0].untyped_storage().nbytes() for _ in range(100)}
+    assert len(sizes) == 8  # 1, 2, 4 ... 128 tokens
+
+
+def test_padding_has_position_0() -> None:
+    cache = KVCache(starts=torch.tensor([0, 3]))
+    assert cache.own_positions(5, torch.device("cpu")).tolist() == [[0, 1, 2, 3, 4], [0, 0, 0, 0, 1]]
+
+
+def test_a_reset_cache_serves_a_model_of_another_precision() -> None:
+    cache = KVCache()
+    cache.append(keys(5).half(), keys(5).half(), None)
+    cache.reset()
+    k, v, _ = cache.append(keys(3), keys(3, 1), None)
+    assert torch.equal(k, keys(3))
+    assert torch.equal(v, keys(3, 1))
+
+
+class Dense(Softmax):
+    """It does not say that it is an entmax, so its scores are made and it is called with them."""
+
+    def entmax_form(self) -> None:  # type: ignore[override]
+        return None
+
+
+def test_a_temperature_divides_every_score_in_a_pass_and_in_steps() -> None:
+    expected = layer("softmax", "alibi", normalizer=Dense(0.3))(inputs(40))
+    attention = layer("softmax", "alibi", normalizer=Softmax(0.3))
+    torch.testing.assert_close(attention(inputs(40)), expected, rtol=0, atol=1e-10)
+    cache = KVCache(starts=torch.tensor([0, 0]))
+    found = torch.cat([attention(part, cache=cache) for part in inputs(40).split([37, 1, 2], dim=1)], dim=1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("position", "boxes", "summarised"),
+    [("rope", False, False), ("rope", True, True), ("nape", False, True)],
+    ids=["nothing", "boxes", "slopes"],
+)
+def test_pages_are_summarised_where_that_may_leave_some_unread(
+    position: str, boxes: bool, summarised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def spy(*inputs: Tensor, summary: PageSummary | None, **options: Any) -> Tensor:
+        given.append(summary is not None)
+        return decode(*inputs, **options)
+
+    monkeypatch.setattr("longspan.nn.attention.kernels_cannot", lambda q, v: None)
+    monkeypatch.setattr("longspan.nn.attention.decode", spy)
+    layer("entmax", position).float()(inputs(3).float(), cache=KVCache(starts=torch.tensor([0, 1]), boxes=boxes))
+    assert given == [summarised]

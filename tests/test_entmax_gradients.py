@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from mpmath import mp, mpf  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -203,3 +204,23 @@ def test_transforms_of_torch_func(alpha: float | Tensor) -> None:
     torch.testing.assert_close(torch.func.vmap(torch.func.jacrev(of_row))(scores), expected)
     by_columns = torch.func.vmap(of_row, in_dims=1, out_dims=1)(scores.T)
     torch.testing.assert_close(by_columns, entmax(scores, alpha).T)
+
+
+def alpha_derivative_in_many_digits(weights: list[float], alpha: float) -> list[float]:
+    """The formula of `functional.entmax`, whose ``1 - y - exp(-y)`` wants more digits than its result has."""
+    with mp.workprec(200):
+        a, p = mpf(alpha) - 1, [mpf(weight) for weight in weights]
+        gains = [weight ** (1 - a) for weight in p]
+        held = [(weight * (1 - a * mp.log(weight)) - gain) / a**2 for weight, gain in zip(p, gains, strict=True)]
+        mean = mp.fsum(held) / mp.fsum(gains)
+        return [float(own - gain * mean) for own, gain in zip(held, gains, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("alpha", [1.001, 1.01, 1.03, 1.06, 1.1])
+def test_derivative_in_alpha_keeps_its_digits_near_1(alpha: float, dtype: torch.dtype, device: torch.device) -> None:
+    scores = torch.linspace(0, -6, 12, dtype=dtype, device=device)
+    learnt = torch.tensor(alpha, dtype=dtype, device=device)
+    found = torch.autograd.functional.jacobian(lambda value: entmax(scores, value), learnt)
+    expected = alpha_derivative_in_many_digits(entmax(scores, learnt).tolist(), learnt.item())
+    torch.testing.assert_close(found.tolist(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps)

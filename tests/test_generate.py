@@ -254,3 +254,8 @@ def test_teacher_forced_exact_match_is_that_of_greedy_decoding(method: str, seed
     matches = (generate(decoder, start, task.answer)[:, length + 2 :] == wanted).all(1)
     assert value == pytest.approx(100 * float(matches.float().mean()))
     assert torch.equal(matches, torch.arange(samples) % 64 % 3 == 0)  # 64 rows are drawn at a time
+
+
+def test_of_tokens_as_likely_the_first_are_kept_and_no_more_than_it_takes() -> None:
+    p = Sampling(top_p=0.25).probabilities(torch.zeros(2, 1024))
+    assert torch.equal(p, (torch.arange(1024) < 256).expand(2, -1) / 256)

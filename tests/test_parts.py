@@ -344,7 +344,9 @@ def test_a_fraction_is_rounded_down_from_the_number_it_stands_for(fraction: floa
 
 
 def test_adaptive_temperature_follows_the_original_polynomial() -> None:
-    for scores in (torch.tensor([0.5, 1.0, -0.2, 0.1]), torch.zeros(40), torch.tensor([9.0, 0.0, 0.0, 0.0])):
+    # Entropies of 1.3, 3.2, 0.003, and of 0.7, where the polynomial is below 1.
+    few, many = torch.tensor([0.5, 1.0, -0.2, 0.1]), torch.linspace(-2, 2, 40)
+    for scores in (few, many, torch.tensor([9.0, 0.0, 0.0, 0.0]), torch.tensor([2.5, 0.0, 0.0, 0.0])):
         p = scores.softmax(-1)
         h = float(torch.special.entr(p).sum())
         beta = max(1.0, -0.037 * h**4 + 0.481 * h**3 - 2.3 * h**2 + 4.917 * h - 1.791) if h > 0.5 else 1.0
@@ -434,3 +436,10 @@ def test_softplus_is_torchs() -> None:
     ours, theirs = softplus(x), torch.nn.functional.softplus(x, threshold=1000)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(*(torch.autograd.grad(value.sum(), x)[0] for value in (ours, theirs)))
+
+
+def test_the_scale_of_sentmax_starts_where_the_released_code_starts_it() -> None:
+    torch.manual_seed(0)
+    scaler = Scalable(DIM, 10_000)
+    assert [round(float(end), 2) for end in scaler.beta.detach().aminmax()] == [0.1, 1.0]
+    assert float(scaler.gamma.detach().std()) == pytest.approx(0.1, rel=0.05)
