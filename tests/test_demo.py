@@ -38,6 +38,8 @@ def test_samples_come_from_the_generator() -> None:
     first, again, other = (MaxRetrieval().sample(4, 9, generator=torch.Generator().manual_seed(s)) for s in (3, 3, 4))
     assert torch.equal(first.items, again.items)
     assert not torch.equal(first.items, other.items)
+    assert len({*first.query.flatten().tolist(), *other.query.flatten().tolist()}) == 8
+    assert torch.equal(first.query, again.query)
     with pytest.raises(ValueError, match="at least one item"):
         MaxRetrieval().sample(4, 0)
 

@@ -169,3 +169,10 @@ def test_an_untrained_model_finds_nothing(corpus: Corpus) -> None:
     maker = NeedleMaker("s-niah-1", corpus.tokenizer, answer_tokens=8)
     llama = model("asentmax", vocabulary=300).float()
     assert retrieval(llama, maker, maker.samples(500, 3)).value == 0
+
+
+def test_intervals_are_of_95_percent() -> None:
+    """1.96 standard errors: of 1, 2, 3 and 4 a standard deviation of sqrt(5 / 3) over 2."""
+    flat, steep = (Perplexity(0, 0, 0, 0, 4, losses, 0) for losses in ([0.0] * 4, [1.0, 2.0, 3.0, 4.0]))
+    half = 1.96 * math.sqrt(5 / 3) / 2
+    assert change(flat, steep) == pytest.approx((2.5, 2.5 - half, 2.5 + half))

@@ -199,3 +199,32 @@ def test_a_size_that_there_is_not_is_refused() -> None:
     assert name is not None
     with pytest.raises(ValueError, match="there is no size 'huge'"):
         config_named(name)
+
+
+def test_a_run_that_failed_counts_as_nothing_right() -> None:
+    lucky = [*validated(HIGH, {512: 90.0}), run(HIGH, 1, ending="failed", step=10)]
+    assert one([*lucky, *validated(OWN, {512: 50.0}, {512: 50.0})]).chosen.recipe == OWN
+
+
+def test_the_accuracy_by_token_is_the_mean_over_the_lengths() -> None:
+    def rows(name: str, by_token: dict[int, float]) -> list[Row]:
+        return [result(name, 0, at, 0.0, "validation", token_accuracy=value) for at, value in by_token.items()]
+
+    choice = one(rows(LOW, {512: 10.0, 256: 90.0, 128: 10.0}) + rows(OWN, {512: 20.0, 256: 20.0, 128: 20.0}))
+    assert choice.chosen.recipe == LOW
+    assert choice.reason == "validation by token: 36.7 against 20.0"
+
+
+def test_the_lowest_rate_is_that_of_the_lowest_number() -> None:
+    small, smaller = (f"{BASE}+optimizer.learning_rate={rate}" for rate in ("0.0001", "1e-05"))
+    choice = one(validated(small, {512: 7.0}) + validated(smaller, {512: 7.0}))
+    assert "1e-05" in choice.chosen.rates
+    assert choice.chosen.recipe == smaller
+
+
+def test_the_later_form_of_a_recipe_is_that_of_the_latest_row() -> None:
+    """One that was begun first and went on after the other."""
+    first, last, between = ("2025-01-01T00:00:00Z", "2025-01-03T00:00:00Z", "2025-01-02T00:00:00Z")
+    rows = [result(OWN, seed, 512, 1.0, "validation", variant="ours", time=at) for seed, at in enumerate((first, last))]
+    choice = one([*rows, result(OWN, 0, 512, 99.0, "validation", variant="other", time=between)])
+    assert {row["variant"] for row in choice.chosen.rows} == {"ours"}

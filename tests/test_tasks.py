@@ -290,6 +290,7 @@ def test_mqmtar_fills_four_fifths() -> None:
     assert [task.num_pairs(length) for length in (32, 64, 65_536)] == [4, 8, 8738]
     assert all(task.num_pairs(length) == 4 * length // 30 for length in range(1, 100_000))
     assert MQMTAR(density=1.0).num_pairs(600) == 100
+    assert MQMTAR(density=0.7).num_pairs(180) == 21  # 0.7 * 180 is a hair less than 126
 
 
 @pytest.mark.parametrize("density", [0.1, 0.3, 0.6, 0.7, 0.8, 0.95, 1.0])
