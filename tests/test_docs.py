@@ -11,7 +11,7 @@ from typer.main import get_command
 from longspan import cli
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 WHOLE = ["README.md", "docs/decoding.md"]  # pages whose first code needs nothing that is not there
 
 

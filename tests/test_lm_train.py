@@ -1,5 +1,6 @@
 """Training of a language model: exact resume, accumulation, the paper's schedule, and a clean end."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -260,3 +261,9 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(
     with pytest.raises(Diverged, match="the loss is nan after 9 steps"):
         train(config, tmp_path)
     assert [load(path).step for path in saved(tmp_path / "checkpoints")] == [5]
+
+
+def test_the_rate_falls_as_a_cosine(config: LanguageConfig) -> None:
+    short = replace(config, steps=100, cooldown=40, lowest_rate=0.1)
+    quarters = [learning_rate(59 + after, short) for after in (0, 10, 20, 30, 40)]
+    assert quarters == pytest.approx([0.1 + 0.9 * (1 + math.cos(math.pi * part / 4)) / 2 for part in range(5)])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_cli import succeed
 from tiny_text import tiny_corpus
+from torch import Tensor
 
 from longspan import cli
 from longspan.nn.decoder import AttentionConfig, DecoderConfig
@@ -14,6 +15,7 @@ from longspan.results import read_rows
 from longspan.text.corpora import Corpus
 from longspan.text.documents import CorpusError
 from longspan.train.needles import Tuning, lesson, lessons, makers_for, tune
+from longspan.train.optimizers import Optimizer
 
 CONTEXT = 400  # tokens; a question alone takes about 250 of a vocabulary of 300
 
@@ -83,3 +85,19 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     with pytest.raises(SystemExit):
         cli.main()
     return capsys.readouterr().out
+
+
+def test_the_rate_rises_and_falls_to_zero(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, tuple[float, float]]] = []
+
+    class Spy(Optimizer):
+        def step(self, gradients: dict[str, Tensor]) -> Tensor:
+            seen.append((float(self.rate), self.config.betas))
+            return super().step(gradients)
+
+    monkeypatch.setattr("longspan.train.needles.Optimizer", Spy)
+    model = Llama(DecoderConfig(corpus.tokenizer.vocabulary, layers=1, dim=8, hidden=8, heads=2))
+    tuning = Tuning(steps=5, batch=1, samples=1, shortest=380, warmup=2)
+    tune(model, lessons(makers_for(corpus), CONTEXT, tuning), tuning)
+    assert [rate for rate, _ in seen] == pytest.approx([0.5, 0.8, 0.6, 0.4, 0.2])
+    assert {betas for _, betas in seen} == {(0.9, 0.95)}

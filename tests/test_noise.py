@@ -50,3 +50,16 @@ def test_noise_waits_until_the_task_is_learned() -> None:
     gate = again.noise.state()["gate"]
     assert float(gate) == 1
     assert all(module.gate is gate for module in again.model.modules() if isinstance(module, HeadNorm))
+
+
+def test_the_gate_opens_by_a_mean_over_a_hundred_steps_and_stays_open() -> None:
+    attention = replace(TINY.model.attention, qk_norm=True, qk_noise=0.5)
+    noise = Trainer(tiny(model=replace(TINY.model, attention=attention), noise_from=0.5)).noise
+    gate, needed = noise.state()["gate"], 0
+    while not gate:
+        noise.take(torch.ones(()))
+        needed += 1
+    assert needed == 69  # 0.99^69 is below a half
+    for _ in range(10):
+        noise.take(torch.zeros(()))
+    assert gate == 1

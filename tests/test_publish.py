@@ -211,3 +211,13 @@ def test_the_committed_page_is_what_the_committed_rows_give() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     if BEGIN in readme:
         assert readme == put_between(readme, front(rows)), "run `longspan report results --front README.md`"
+
+
+def test_below_a_panel_of_many_lengths_every_fourfold_one_is_written() -> None:
+    def ticks(lengths: list[int]) -> list[int]:
+        rows = [result("longspan/copy/nape/softmax", 0, length, 50.0) for length in lengths]
+        return list(task_panels(rows, get_table("copy"))[0].x_ticks or ())
+
+    few = [64 << doubled for doubled in range(7)]
+    assert ticks(few) == few
+    assert ticks([64 << doubled for doubled in range(11)]) == [64, 256, 1024, 4096, 16384, 65536]

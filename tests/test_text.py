@@ -319,3 +319,33 @@ def test_a_dataset_is_streamed_or_the_reason_told(monkeypatch: pytest.MonkeyPatc
         list(from_dataset("no/network")(Counter()))
     with pytest.raises(CorpusError, match="no field 'body'; it has text"):
         list(from_dataset("some/name", field="body")(Counter()))
+
+
+def test_at_most_two_empty_lines_in_a_row_are_left() -> None:
+    assert [clean("a" + "\n" * breaks + "b").count("\n") for breaks in (1, 2, 3, 4, 5, 6)] == [1, 2, 3, 3, 3, 3]
+
+
+def test_a_librarys_own_tests_are_left_out(tmp_path: Path) -> None:
+    for folder in ("a", "test", "tests", "idle_test", "dist-packages"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "module.py").write_text(f'"""About {folder}."""')
+    assert list(from_installed(tmp_path / "no doc", tmp_path, topics=False)(Counter())) == ["About a."]
+
+
+def test_a_shard_that_is_too_long_is_told(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, 100)
+    writer.add([1, 2, 3])
+    writer.close()
+    with (tmp_path / "shard-0000.bin").open("ab") as file:
+        file.write(b"\0\0")
+    with pytest.raises(CorpusError, match="has 8 bytes instead of 6"):
+        TokenStream(tmp_path, verify=False)
+
+
+def test_shards_of_a_corpus_that_was_never_finished_are_no_part_of_the_next(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "corpus" / "train", 300, shard_tokens=1)
+    for _ in range(5):
+        writer.add([1, 2])
+    writer.close()
+    stream = tiny_corpus(tmp_path).split("train")
+    assert len(stream.shards) == 1

@@ -145,3 +145,16 @@ def test_impossible_needles_are_errors(corpus: Corpus) -> None:
         maker.make(150, 0.5, 0)
     with pytest.raises(CorpusError, match="between 0 and 1"):
         maker.make(900, 1.5, 0)
+
+
+def test_passes_start_at_other_tokens(stream: TokenStream) -> None:
+    windows = Windows(stream, 5, 4)  # four windows are a pass, and two tokens are left over
+    assert {min(windows.starts(number)) for number in range(12)} == {0, 1, 2}
+
+
+def test_a_needle_is_behind_the_sentence_that_is_nearest_to_its_depth(corpus: Corpus) -> None:
+    maker = NeedleMaker("s-niah-1", corpus.tokenizer, answer_tokens=16)
+    for depth in (0.1, 0.35, 0.49, 0.9):
+        hay = maker.make(700, depth, seed=2).prompt.split("\n")[1:-1]
+        (place,) = [number for number, line in enumerate(hay) if line != NOISE]
+        assert place == round(depth * (len(hay) - 1))

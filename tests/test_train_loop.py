@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import signal
 import threading
 from collections.abc import Callable
@@ -276,3 +277,22 @@ def test_a_thread_leaves_signals_alone() -> None:
     thread.start()
     thread.join()
     assert seen == [(False, before)]
+
+
+def test_a_step_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, save = [], checkpoints.save
+
+    def spy(folder: Path, checkpoint: checkpoints.Checkpoint, **options: Any) -> Path:
+        steps.append(checkpoint.step)
+        return save(folder, checkpoint, **options)
+
+    monkeypatch.setattr(checkpoints, "save", spy)
+    train(tiny(steps=6, save_every=3, validate_every=None, validate_lengths=()), tmp_path)
+    assert steps == [3, 6]
+
+
+def test_the_logged_rate_is_that_of_the_step(whole: dict[str, Path]) -> None:
+    """A step of warm-up short of its end, and the last one, which is not yet at zero."""
+    rates = {row["step"]: row["rate"] for row in log_of(whole["muon"], "train")}
+    assert rates[4] == pytest.approx(4 / 5 * (1 + math.cos(math.pi * 3 / 30)) / 2)
+    assert rates[30] == pytest.approx((1 + math.cos(math.pi * 29 / 30)) / 2)
