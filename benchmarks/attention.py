@@ -112,7 +112,7 @@ def adasplash() -> Attend:
 
 
 def implementations(
-    kind: str, slopes: Tensor | None, length: int, alphas: list[float], peers: list[str], variants: list[str]
+    slopes: Tensor | None, length: int, alphas: list[float], peers: list[str], variants: list[str]
 ) -> dict[str, Attend]:
     found = {f"entmax {alpha:g}" if alpha > 1 else "softmax, ours": ours(slopes, alpha) for alpha in alphas}
     entmax = [name for name in found if name.startswith("entmax")]
@@ -217,7 +217,7 @@ def run(arguments: argparse.Namespace) -> None:
                     print("out of time: the rest is left out")
                     return
                 inputs, slopes = workload(kind, length, dim)
-                attend = implementations(kind, slopes, length, arguments.alphas, arguments.peers, arguments.variants)
+                attend = implementations(slopes, length, arguments.alphas, arguments.peers, arguments.variants)
                 for name, (forward, both) in measure(attend, inputs, arguments.rounds).items():
                     row: Row = {"dim": dim, "length": length, "kind": kind, "name": name}
                     with kernels_of(name):
@@ -273,15 +273,15 @@ def draw(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def draw_sparsity(rows: list[Row], path: Path, dim: int = 64, lengths: tuple[int, ...] = (16384, 65536)) -> None:
+def draw_sparsity(rows: list[Row], path: Path) -> None:
     """Our time over flash's of the same commit against the share of dead tiles, and what the count of products says."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True)
     panels = (("forward_ms", "forward", 1, 4, 2), ("both_ms", "forward and backward", 1, 11, 7))
     for axis, (field, title, always, live, softmax) in zip(axes, panels, strict=True):
-        for number, length in enumerate(lengths):
-            cells = {(r["commit"], r["kind"], r["name"]): r for r in rows if (r["dim"], r["length"]) == (dim, length)}
+        for number, length in enumerate((16384, 65536)):
+            cells = {(r["commit"], r["kind"], r["name"]): r for r in rows if (r["dim"], r["length"]) == (64, length)}
             points = [
                 (100 * row["block_sparsity"], row[field] / cells[commit, kind, "flash"][field])
                 for (commit, kind, name), row in cells.items()

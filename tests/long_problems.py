@@ -17,11 +17,11 @@ def noise(q: Tensor, k: Tensor) -> Pair:
     return q, k
 
 
-def topics(width: int, count: int = 4) -> Content:
-    """Runs of `width` tokens share one of `count` topics, and a query keeps only keys of its own."""
+def topics(width: int) -> Content:
+    """Runs of `width` tokens share one of four topics, and a query keeps only keys of its own."""
 
     def content(q: Tensor, k: Tensor) -> Pair:
-        topic = torch.arange(k.shape[2]) // width % count
+        topic = torch.arange(k.shape[2]) // width % 4
         own = 8 * torch.eye(k.shape[3], dtype=k.dtype)[topic]  # (key_time, dim)
         return q / 4 + own[-q.shape[2] :], k / 2 + own
 

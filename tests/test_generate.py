@@ -29,8 +29,8 @@ def model(method: str, seed: int = 0, position: str = "nape") -> Decoder:
     return decoder
 
 
-def prompt(rows: int = 5, time: int = 7) -> Tensor:
-    return torch.randint(FIRST_SYMBOL + SYMBOLS, (rows, time), generator=torch.Generator().manual_seed(2))
+def prompt(rows: int = 5) -> Tensor:
+    return torch.randint(FIRST_SYMBOL + SYMBOLS, (rows, 7), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize("position", ["nope", "alibi", "nape", "rope"])

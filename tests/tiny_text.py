@@ -22,8 +22,8 @@ def write_texts(folder: Path, lengths: Sequence[int], seed: int = 0) -> list[str
     return texts
 
 
-def tiny_corpus(folder: Path, vocabulary: int = 300) -> Corpus:
+def tiny_corpus(folder: Path) -> Corpus:
     """Forty short texts and a few long ones, a fifth of them for validation."""
     write_texts(folder / "texts", [60 + 3 * number for number in range(40)] + [400] * 20)
-    build_corpus(folder / "corpus", from_folder(folder / "texts"), tokenizer=vocabulary, validation=0.2)
+    build_corpus(folder / "corpus", from_folder(folder / "texts"), tokenizer=300, validation=0.2)
     return open_corpus(folder / "corpus")

@@ -97,11 +97,11 @@ def _counts(model: Decoder, batches: Iterator[Batch], precision: Precision) -> t
     return exact, right, counted
 
 
-def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+def wilson(successes: int, trials: int) -> tuple[float, float]:
     """The 95 % interval of a proportion (Wilson 1927), which stays sensible at 0 and at 1."""
     if not trials:
         return 0.0, 1.0
-    p = successes / trials
+    p, z = successes / trials, 1.96
     centre = (p + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials)) / (1 + z * z / trials)
     return max(0.0, centre - half), min(1.0, centre + half)

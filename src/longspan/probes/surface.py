@@ -48,7 +48,7 @@ def one_radius(direction: Sequence[float], alpha: float) -> float:
     return 1 / (alpha - 1) / -max(direction)
 
 
-def jump(weights: Weights, starts: Tensor, halvings: int = 44) -> float:
+def jump(weights: Weights, starts: Tensor) -> float:
     """The largest step of p_0 along z_2 that is left when the interval holding it is halved again and again."""
     # Not the middle of the axis, which halving would land on: there z_2 ties with 0, and ties take a jump in two steps.
     low, high = torch.full_like(starts, -EDGE), torch.full_like(starts, EDGE - 1 / 3)
@@ -56,7 +56,7 @@ def jump(weights: Weights, starts: Tensor, halvings: int = 44) -> float:
     def at(z2: Tensor) -> Tensor:
         return weights(torch.stack([starts, z2], -1))[..., 0]
 
-    for _ in range(halvings):
+    for _ in range(44):  # to 1e-13 of where it began
         middle = (low + high) / 2
         lower = (at(low) - at(middle)).abs() >= (at(middle) - at(high)).abs()
         low, high = torch.where(lower, low, middle), torch.where(lower, middle, high)

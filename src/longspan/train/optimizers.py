@@ -16,7 +16,7 @@ from longspan.train.config import OptimizerConfig
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalized(matrices: Tensor, steps: int = 5) -> Tensor:
+def orthogonalized(matrices: Tensor) -> Tensor:
     """The nearest orthogonal matrices, roughly, of a stack (k, rows, columns)."""
     a, b, c = _QUINTIC
     dtype = torch.bfloat16 if matrices.is_cuda else torch.float32
@@ -24,7 +24,7 @@ def orthogonalized(matrices: Tensor, steps: int = 5) -> Tensor:
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (torch.linalg.matrix_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(matrices.dtype)

@@ -80,9 +80,9 @@ class Job:
         self.step = rows[-1]["step"] if rows else 0
         self.loss = next((row["loss"] for row in reversed(rows) if row["event"] == "train"), None)
 
-    def tail(self, lines: int = 12) -> str:
+    def tail(self) -> str:
         """The end of what it printed."""
-        return "\n".join(_end_of(self.folder / "output.log").splitlines()[-lines:])
+        return "\n".join(_end_of(self.folder / "output.log").splitlines()[-12:])
 
 
 def sweep(
@@ -190,9 +190,9 @@ def _last_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _end_of(path: Path, size: int = 1 << 14) -> str:
+def _end_of(path: Path) -> str:
     if not path.exists():
         return ""
     with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 14)))
         return file.read().decode(errors="replace")
