@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longspan.publish import put_between, write_whole
+from longspan.publish import put_between
 from longspan.report import details, markdown
-from longspan.results import Row, read_rows
+from longspan.results import Row, read_rows, write_whole
 
 HERE = Path(__file__).parent
 KINDS = {"random": "random", "topics4": "4 topics", "topics16": "16 topics", "nape": "NAPE"}

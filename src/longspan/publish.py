@@ -95,13 +95,6 @@ def put_between(text: str, inserted: str, name: str = "results") -> str:
     return f"{before}{begin}\n{inserted}\n{end}{rest.partition(end)[2]}"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a page so that a crash leaves the old one or the new one."""
-    draft = path.with_suffix(".part")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
-
-
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw the figures of the page into `folder`; what was written."""
     return draw_all(reported_rows(rows, choose(rows)), folder / FIGURES)

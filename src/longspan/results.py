@@ -35,6 +35,13 @@ def _drop_cut_line(file: IO[bytes]) -> None:
             file.truncate(file.read().rfind(b"\n") + 1)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a crash leaves the old one or the new one."""
+    draft = path.with_suffix(".part")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of `path`; a last line cut short by a crash is left out, any other damage is an error."""
     lines = path.read_text(encoding="utf-8").splitlines()

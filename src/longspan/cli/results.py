@@ -31,6 +31,7 @@ def report(
     """Write FOLDER/README.md and its figures from the rows under FOLDER."""
     from longspan import publish
     from longspan.report import rows_under
+    from longspan.results import write_whole
 
     rows = list(rows_under([folder]))
     pages = {folder / publish.PAGE: publish.page(rows, folder.resolve().name)}
@@ -42,7 +43,7 @@ def report(
             fail(f"not what the rows give: {', '.join(map(str, old))}; run `longspan report {folder}`")
         return
     for path, text in pages.items():
-        publish.write_whole(path, text)
+        write_whole(path, text)
     for path in [*pages, *publish.draw(rows, folder)]:
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
 

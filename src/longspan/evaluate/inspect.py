@@ -5,7 +5,6 @@ is measured alike, and memory stays linear in the length. Weights of stick-break
 is then that of their shares.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from longspan.nn.attention import Attention
 from longspan.nn.decoder import Decoder
 from longspan.nn.llama import Llama
 from longspan.nn.scalers import Adaptive, NoScale, Scalable, SSMax, softplus
-from longspan.results import Row, provenance
+from longspan.results import Row, now, provenance
 from longspan.tasks.base import Task, stream_seed
 from longspan.train.config import RunConfig, fingerprint
 
@@ -243,6 +242,6 @@ def origin_of(config: RunConfig, step: int, device: torch.device) -> Row:
         "seed": config.seed,
         "step": step,
         "config": fingerprint(config),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "time": now(),
         **provenance(device),
     }

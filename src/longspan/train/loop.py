@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from longspan.evaluate.ladder import measure
-from longspan.results import Row, append_rows, now, provenance
+from longspan.results import Row, append_rows, now, provenance, write_whole
 from longspan.train import checkpoint as checkpoints
 from longspan.train.config import RunConfig, fingerprint, from_json, read_fields, to_json
 from longspan.train.softening import is_soft
@@ -81,7 +81,7 @@ def run(config: RunConfig, folder: Path, device: torch.device | str, report: Rep
         raise ValueError(f"{folder} holds a run of another config; choose another folder or delete it")
     trainer = Trainer(config, device)  # before the folder is its own: it may be refused
     folder.mkdir(parents=True, exist_ok=True)
-    _write_whole(folder / "config.json", to_json(config))
+    write_whole(folder / "config.json", json.dumps(to_json(config), indent=2) + "\n")
     saved = checkpoints.saved(folder / "checkpoints")
     if saved:
         trainer.restore(checkpoints.load(saved[-1]))
@@ -176,11 +176,5 @@ def _validate(trainer: Trainer, folder: Path, note: Report) -> None:
     note({"event": "validate", "step": trainer.step, "scores": scores, "mean": mean, "best": kept})
     if kept:
         checkpoints.save(folder / "best", checkpoint, keep=1)
-        _write_whole(best, {"step": trainer.step, "mean": mean, "scores": scores})
-
-
-def _write_whole(path: Path, value: object) -> None:
-    """Write JSON so that a crash leaves the old file or the new one."""
-    draft = path.with_suffix(".part")
-    draft.write_text(json.dumps(value, indent=2) + "\n")
-    draft.replace(path)
+        told = {"step": trainer.step, "mean": mean, "scores": scores}
+        write_whole(best, json.dumps(told, indent=2) + "\n")
