@@ -22,7 +22,7 @@ HEADLINES = {"mqmtar": (4096, 65536), "reverse": (256, 512), "copy": (1024, 4096
 _INTRODUCTION = """\
 # Results
 
-Made by `longspan report {folder}` from the rows beside this page; edit the rows or the command, not the page.
+Made by `longspan report {folder}` from the rows beside this page; add rows or change the command, not the page.
 
 One row is one run at one length, with its commit, command and device; a row with `event: run` says how a run went, also
 one that failed. Every number below comes from `longspan table NAME --rows {folder} --chosen` too (or, of what was

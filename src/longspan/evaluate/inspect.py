@@ -22,7 +22,9 @@ from longspan.results import Row, now, provenance
 from longspan.tasks.base import Task, stream_seed
 from longspan.train.config import RunConfig, fingerprint
 
-TILE = 128  # queries and keys of what a kernel takes or leaves as a whole
+# Queries and keys of what a kernel takes or leaves as a whole in half precision, with heads up to 128; its tiles of
+# other heads and of float32 are smaller, of which more may be dead.
+TILE = 128
 _WEIGHTS_AT_ONCE = 1 << 22
 
 
