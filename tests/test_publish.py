@@ -214,7 +214,7 @@ def test_the_committed_page_is_what_the_committed_rows_give() -> None:
 
 
 def test_below_a_panel_of_many_lengths_every_fourfold_one_is_written() -> None:
-    def ticks(lengths: list[int]) -> list[int]:
+    def ticks(lengths: list[int]) -> list[float]:
         rows = [result("longspan/copy/nape/softmax", 0, length, 50.0) for length in lengths]
         return list(task_panels(rows, get_table("copy"))[0].x_ticks or ())
 
