@@ -99,7 +99,7 @@ def test_float32_is_as_good_as_dense_float32(
         assert spy.found.over.any()
 
 
-@pytest.mark.xfail(reason="gains of 1e28: off by 4e22, dense float32 by 4e17", strict=True)
+@pytest.mark.xfail(reason="gains of 1e28: off by 4e22, dense float32 by 4e17", strict=not torch.cuda.is_available())
 def test_ties_at_a_high_alpha(device: torch.device) -> None:
     assert_as_good_as_dense(made(square(100, alpha=16.0, content=CONTENTS["ties"]), torch.float32, device))
 

@@ -326,10 +326,11 @@ def test_at_most_two_empty_lines_in_a_row_are_left() -> None:
 
 
 def test_a_librarys_own_tests_are_left_out(tmp_path: Path) -> None:
+    library = tmp_path / "tests"  # wherever it is itself
     for folder in ("a", "test", "tests", "idle_test", "dist-packages"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "module.py").write_text(f'"""About {folder}."""')
-    assert list(from_installed(tmp_path / "no doc", tmp_path, topics=False)(Counter())) == ["About a."]
+        (library / folder).mkdir(parents=True)
+        (library / folder / "module.py").write_text(f'"""About {folder}."""')
+    assert list(from_installed(tmp_path / "no doc", library, topics=False)(Counter())) == ["About a."]
 
 
 def test_a_shard_that_is_too_long_is_told(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """`longspan lm perplexity`, `needle` and `generate`: what a trained language model does."""
 
 import functools
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -11,7 +10,7 @@ import typer
 from rich.table import Table
 
 from longspan.cli.console import console, device_named, print_whole
-from longspan.results import Row, append_rows, provenance
+from longspan.results import Row, append_rows, now, provenance
 
 if TYPE_CHECKING:
     from longspan.nn.llama import Llama
@@ -58,7 +57,7 @@ class Opened(NamedTuple):
             "step": self.step,
             "config": fingerprint(self.config),
             "variant": fingerprint(replace(self.config, seed=0)),
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "time": now(),
             **provenance(self.device),
         }
         append_rows(self.folder / "results.jsonl", [row])

@@ -83,13 +83,14 @@ def from_installed(
             from pydoc_data.topics import topics as reference
 
             yield from reference.values()
-        for path in _files(library, lambda path: path.suffix == ".py" and not _FOREIGN & set(path.parts)):
-            yield from _docstrings(path, counts)
+        for path in _files(library, lambda path: path.suffix == ".py"):
+            if not _FOREIGN & set(path.relative_to(library).parts):
+                yield from _docstrings(path, counts)
 
     return read
 
 
-def from_dataset(name: str, *, split: str = "train", field: str = "text", most: int | None = None) -> Source:
+def from_dataset(name: str, *, field: str = "text", most: int | None = None) -> Source:
     """The first `most` documents of a Hugging Face dataset, streamed; ``name:config`` names a configuration."""
     try:
         from datasets import load_dataset
@@ -99,7 +100,7 @@ def from_dataset(name: str, *, split: str = "train", field: str = "text", most: 
 
     def read(counts: Counter[str]) -> Iterator[str]:
         try:
-            rows = load_dataset(repository, configuration or None, split=split, streaming=True)
+            rows = load_dataset(repository, configuration or None, split="train", streaming=True)
             for number, row in enumerate(rows):
                 if number == most:
                     return

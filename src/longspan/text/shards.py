@@ -105,7 +105,7 @@ class Shard:
         size, expected = self.path.stat().st_size, tokens * dtype.itemsize
         if size != expected:
             raise CorpusError(
-                f"{self.path} has {size} bytes instead of {expected}: it was cut. Build the corpus again."
+                f"{self.path} has {size} bytes instead of {expected}: it was cut or changed. Build the corpus again."
             )
         self.ids = torch.from_file(str(self.path), shared=False, size=tokens, dtype=dtype)
 
