@@ -75,7 +75,8 @@ def run(config: RunConfig, folder: Path, device: torch.device | str, report: Rep
 
     `report` gets a row for every entry of the log, which goes to ``log.jsonl`` too.
     """
-    import safetensors  # noqa: F401  (missing, it is missed now and not at the first checkpoint)
+    import numpy  # noqa: F401  (safetensors writes by it; missing, both are missed now and not at the first checkpoint)
+    import safetensors  # noqa: F401
 
     if holds_another(folder, config):
         raise ValueError(f"{folder} holds a run of another config; choose another folder or delete it")
