@@ -160,6 +160,28 @@ def test_the_command_prints_a_plan_of_what_was_chosen(tmp_path: Path) -> None:
     assert list(_planned(tmp_path / "plan.txt", [])) == [(LOW, [0, 1])]
 
 
+def test_a_plan_asks_a_sweep_for_nothing_that_it_has_no_recipe_for(tmp_path: Path) -> None:
+    language = {"task": "s-niah-1", "recipe": "lm/50m/nape/softmax+needles", "length": 64, "seed": 0, "value": 1.0}
+    retrieval = {"task": "max_retrieval", "method": "top-2", "length": 64, "seed": 0, "accuracy": 1.0, "samples": 9}
+    append_rows(tmp_path / "rows.jsonl", [language, retrieval, *validated(OWN, {512: 1.0})])
+    output = CliRunner().invoke(app, ["choose", "--rows", str(tmp_path)], catch_exceptions=False).output
+    assert "# longspan lm, lm/50m/nape/softmax+needles 0 1 2  #" in output
+    assert "# longspan demo, demo/max_retrieval/none/top-2 0 1 2  #" in output
+    (tmp_path / "plan.txt").write_text(output)
+    assert list(_planned(tmp_path / "plan.txt", [])) == [(OWN, [0, 1, 2])]
+
+
+def test_a_plan_can_be_read_when_an_edit_was_typed_with_spaces(tmp_path: Path) -> None:
+    edits = ("test_lengths=[6, 12]", 'training_options={"few": 0.5}', "optimizer.learning_rate=1e-3")
+    one_word = f'{BASE}+test_lengths=[6,12]+training_options={{"few":0.5}}+optimizer.learning_rate=1e-3'
+    assert config_of(BASE, 0, False, edits).name == one_word
+    rows = [{**row, "recipe": "+".join([BASE, *edits])} for row in validated(OWN, {512: 1.0})]  # as names were once
+    append_rows(tmp_path / "rows.jsonl", rows)
+    output = CliRunner().invoke(app, ["choose", "--rows", str(tmp_path)], catch_exceptions=False).output
+    (tmp_path / "plan.txt").write_text(output)
+    assert list(_planned(tmp_path / "plan.txt", [])) == [(one_word, [0, 1, 2])]
+
+
 def test_rows_of_other_kinds_are_no_part_of_it() -> None:
     assert (
         choose(

@@ -55,11 +55,19 @@ def choose(
 ) -> None:
     """Print the learning rate that validation chooses for every method, and why: a plan for `longspan sweep --plan`."""
     from longspan import selection
+    from longspan.paper.names import parse_name
     from longspan.report import rows_under
-    from longspan.retrieval_rows import TASK
 
     for choice in selection.choose(list(rows_under(rows or [RESULTS]))):
         if contains in choice.chosen.recipe:
             numbers = " ".join(map(str, range(seeds)))
-            aside = "# longspan demo, " if choice.cell.task == TASK else ""  # no run of a sweep
-            typer.echo(f"{aside}{choice.chosen.recipe} {numbers}  # {choice.chosen.rates}: {choice.reason}")
+            plan = f"{parse_name(choice.chosen.recipe)} {numbers}  # {choice.chosen.rates}: {choice.reason}"
+            typer.echo(_not_of_a_sweep(choice.chosen.recipe) + plan)
+
+
+def _not_of_a_sweep(recipe: str) -> str:
+    """What makes a comment of a line that `longspan sweep` has no recipe for, and says which command trains it."""
+    from longspan.retrieval_rows import TASK
+
+    author, task, *_ = recipe.split("/")
+    return "# longspan lm, " if author == "lm" else "# longspan demo, " if task == TASK else ""

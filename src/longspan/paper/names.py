@@ -1,5 +1,6 @@
 """The name of a recipe taken apart: `longspan/copy/nape/softmax/smoke+optimizer.learning_rate=0.001+steps=500`."""
 
+import json
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -65,7 +66,18 @@ def parse_name(name: str) -> RecipeName | None:
     if not 4 <= len(parts) <= 5 or not all(parts):
         return None
     author, task, position, method, *size = parts
-    return RecipeName(author, task, position, method, "".join(size), tuple(edits))
+    return RecipeName(author, task, position, method, "".join(size), tuple(map(_without_spaces, edits)))
+
+
+def _without_spaces(edit: str) -> str:
+    """An edit whose value is JSON with spaces, such as `[6, 12]`, as one word, which a plan needs; others stay."""
+    field, _, value = edit.partition("=")
+    if " " not in value:
+        return edit
+    try:
+        return f"{field}={json.dumps(json.loads(value), separators=(',', ':'))}"
+    except json.JSONDecodeError:
+        return edit
 
 
 def config_named(name: RecipeName, seed: int = 0) -> "RunConfig":
@@ -77,7 +89,7 @@ def config_named(name: RecipeName, seed: int = 0) -> "RunConfig":
         raise ValueError(f"there is no size {name.size!r} of a recipe; there is smoke")
     config = recipes.recipe(name.base)
     config = replace(recipes.smoke(config) if name.size else config, seed=seed)
-    for edit in name.edits:
+    for edit in map(_without_spaces, name.edits):
         path, _, value = edit.partition("=")
         config = edited(config, path, value)
         config = replace(config, name=f"{config.name}+{edit}")
