@@ -171,6 +171,7 @@ WRONG = {
     "task": (["train", "copyy"], "there is no recipe 'longspan/copyy/nape/asentmax'"),
     "method": (["train", "copy", "--method=hardmax"], "there is no recipe"),
     "recipe-and-method": (["train", "paper/copy/nape/entmax", "--method=softmax"], "is a whole recipe"),
+    "max-retrieval": (["train", "max_retrieval"], "`longspan demo` trains and measures it"),
     "markup": (["train", "[/bold]"], "there is no recipe"),
     "edit-form": (["train", "copy", "--set", "steps"], "--set takes field=value, got 'steps'"),
     "edit-field": (["train", "copy", "--set", "stepz=3"], "there is no field 'stepz'"),

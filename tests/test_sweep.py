@@ -13,7 +13,7 @@ from tiny_runs import TINY_EDITS, log_of, tiny, train
 from typer.testing import CliRunner
 
 from longspan.cli import app, main
-from longspan.cli.training import config_of
+from longspan.cli.training import config_of, folder_of
 from longspan.results import append_rows, read_rows
 from longspan.train import sweep as sweeps
 from longspan.train.loop import Stop
@@ -92,11 +92,24 @@ def test_whole_recipes_with_their_edits_and_a_plan_in_its_order(jobs_of: Any, tm
     assert (again.folder, again.train) == (jobs[2].folder, jobs[2].train)
 
 
+def test_a_name_that_is_too_long_for_a_folder_ends_in_its_hash(tmp_path: Path) -> None:
+    def folder(seed: int, edits: list[str]) -> str:
+        return folder_of(config_of("longspan/copy/nape/asentmax", seed, False, edits), tmp_path).name
+
+    short = ["steps=7"] * 25
+    assert folder(0, short) == "+".join(["longspan-copy-nape-asentmax", *short]) + "-s0"
+    long = [folder(seed, ["steps=7"] * count) for seed in (0, 1) for count in (40, 41)]
+    assert len(set(long)) == 4
+    for name in long:
+        (tmp_path / name).mkdir()
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         ([], "nothing to train"),
         (["--plan=plan.txt"], "plan.txt, line 2: a line is a recipe and its seeds"),
+        (["max_retrieval"], "`longspan demo` trains and measures it"),
         (["paper/copy"], "there is no recipe 'paper/copy'"),
         (["paper/copy/nape/softmax/huge"], "there is no size 'huge'"),
         (["paper/copy/nape/softmax+steps=x"], "steps must be int"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,10 +13,13 @@ from rich.table import Table
 from longspan.cli.console import console, device_named, fail
 from longspan.cli.events import Events
 from longspan.results import Row, append_rows
+from longspan.retrieval_rows import TASK as MAX_RETRIEVAL
 
 if TYPE_CHECKING:
     from longspan.evaluate.ladder import Purpose
     from longspan.train.config import RunConfig
+
+_LONGEST_NAME = 255  # bytes of a file's name
 
 
 def config_of(recipe: str, seed: int, smoke: bool, edits: Sequence[str]) -> "RunConfig":
@@ -28,12 +32,17 @@ def config_of(recipe: str, seed: int, smoke: bool, edits: Sequence[str]) -> "Run
     name = parse_name(recipe)
     if name is None:
         fail(f"there is no recipe {recipe!r}; `longspan recipes` lists them, such as paper/copy/nape/asentmax")
+    if name.task == MAX_RETRIEVAL:
+        fail("Max Retrieval is no task of the decoder: `longspan demo` trains and measures it")
     return config_named(name._replace(size="smoke" if smoke else name.size, edits=(*name.edits, *edits)), seed)
 
 
 def folder_of(config: "RunConfig", runs: Path) -> Path:
-    """Where a run lies unless it is told otherwise."""
-    return runs / f"{config.name.replace('/', '-')}-s{config.seed}"
+    """Where a run lies unless it is told otherwise: a name that is too long for a file system ends in a hash of it."""
+    name = config.name.replace("/", "-")
+    if len(f"{name}-s{config.seed}".encode()) > _LONGEST_NAME:
+        name = f"{name[:180]}-{blake2b(name.encode(), digest_size=6).hexdigest()}"
+    return runs / f"{name}-s{config.seed}"
 
 
 def train(
