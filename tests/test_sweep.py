@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from longspan.results import append_rows, read_rows
 from longspan.train import sweep as sweeps
 from longspan.train.loop import Stop
 from longspan.train.sweep import Job, expected_seconds, sweep
+from longspan.train.worker import Worker
 
 EDITS = [edit.removeprefix("--set=") for edit in TINY_EDITS]
 
@@ -278,6 +280,47 @@ def test_a_sweep_that_is_over_has_every_run_save_itself_and_the_next_goes_on(
 
     sweep([again, second], 1, 0.0, Stop(), lambda: None)  # no time at all
     assert second.state == "waiting"
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["alone", "after-ctrl-c"])
+def test_an_error_of_the_sweep_lets_every_run_save_itself(
+    stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, for instance, where the rows are brought in."""
+    told: list[signal.Signals] = []
+    workers: list[Any] = []
+
+    class Saving(Worker):
+        """One that takes two looks to save what it does."""
+
+        looks = 2
+
+        def begin(self, arguments: Sequence[str], output: Path) -> None:
+            workers.append(self)
+            self.busy = True
+
+        def code(self) -> int | None:
+            self.looks -= bool(told)
+            self.busy = self.looks >= 0
+            return None if self.busy else 130
+
+        def send(self, number: signal.Signals) -> None:
+            told.append(number)
+
+    stop, shows = Stop(), 0
+
+    def show() -> None:
+        nonlocal shows
+        shows += 1
+        stop.wanted = stopped
+        if shows == 2:
+            raise OSError("no space left on device")
+
+    monkeypatch.setattr(sweeps, "Worker", Saving)
+    with pytest.raises(OSError, match="no space left"):
+        sweep([job_in(tmp_path / "run")], 1, 300, stop, show, pause=0.01)
+    assert [worker.looks for worker in workers] == [-1]
+    assert told == [signal.SIGTERM, signal.SIGKILL]  # the last one finds nothing at work
 
 
 def test_what_was_measured_when_the_time_is_up_stays_and_the_next_sweep_goes_on(tmp_path: Path) -> None:

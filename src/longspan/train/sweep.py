@@ -128,7 +128,12 @@ def sweep(
             if not _running(jobs) and (told is not None or not any(fits(job, deadline - now) for job in waiting)):
                 return
             time.sleep(pause)
-    finally:  # none are at work, unless by an error or a second Ctrl-C; their last checkpoints stay
+    except Exception:  # of this process, which may have found a disk full: the runs are not to blame
+        if told is None:  # twice would be a second Ctrl-C
+            _send(jobs, signal.SIGTERM)
+        _wait([worker for worker in workers if worker.busy], GRACE, pause)
+        raise
+    finally:  # none are at work, unless by a second Ctrl-C or for want of patience; their last checkpoints stay
         for worker in workers:
             worker.send(signal.SIGKILL)
         for worker in workers:
@@ -155,6 +160,13 @@ def _send(jobs: Sequence[Job], number: signal.Signals) -> None:
     for job in jobs:
         if job.worker is not None:
             job.worker.send(number)
+
+
+def _wait(workers: Sequence[Worker], patience: float, pause: float) -> None:
+    """Until what they are at work on has ended, or the time is up."""
+    deadline = time.monotonic() + patience
+    while (workers := [worker for worker in workers if worker.code() is None]) and time.monotonic() < deadline:
+        time.sleep(pause)
 
 
 def _follow(job: Job, told: bool) -> None:
