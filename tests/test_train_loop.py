@@ -56,6 +56,21 @@ def assert_same_end(folder: Path, other: Path) -> None:
     assert (folder / "best.json").read_text() == (other / "best.json").read_text()
 
 
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, refused = tiny(steps=2), []
+
+    def begin_another(trainer: Trainer) -> None:
+        with pytest.raises(ValueError, match="is being trained by another process"):
+            train(config, tmp_path)
+        refused.append(trainer.step)
+
+    before_step(monkeypatch, begin_another)
+    train(config, tmp_path)
+    train(config, tmp_path)  # the first has let go
+    assert refused == [0, 1]
+    assert [row["step"] for row in log_of(tmp_path, "start")] == [0, 2]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same runs, uninterrupted."""

@@ -82,6 +82,12 @@ def run(config: RunConfig, folder: Path, device: torch.device | str, report: Rep
         raise ValueError(f"{folder} holds a run of another config; choose another folder or delete it")
     trainer = Trainer(config, device)  # before the folder is its own: it may be refused
     folder.mkdir(parents=True, exist_ok=True)
+    with _alone_in(folder):
+        return _run(trainer, folder, report, stop)
+
+
+def _run(trainer: Trainer, folder: Path, report: Report, stop: Stop) -> Outcome:
+    config, device = trainer.config, trainer.device
     write_whole(folder / "config.json", json.dumps(to_json(config), indent=2) + "\n")
     saved = checkpoints.saved(folder / "checkpoints")
     if saved:
@@ -106,6 +112,24 @@ def run(config: RunConfig, folder: Path, device: torch.device | str, report: Rep
     ending: Literal["finished", "stopped"] = "finished" if trainer.step >= config.steps else "stopped"
     note({"event": ending, "step": trainer.step, "seconds": time.monotonic() - started, "time": now()})
     return Outcome(ending, trainer.step, path)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the folder of a run: two processes in one would write the same files and delete each other's."""
+    try:
+        import fcntl
+    except ImportError:  # on Windows
+        yield
+        return
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder} is being trained by another process") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 def _train(trainer: Trainer, folder: Path, note: Report, stop: Stop, started: float) -> None:
