@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ from longspan.cli import app
 from longspan.nn import Adaptive, AdaptiveTemperature, Entmax, NoScale, Softmax
 from longspan.nn.retriever import Retrieval, Retriever
 from longspan.paper.max_retrieval import ACCURACY, DEMO_ROWS, LENGTHS, paper_row
-from longspan.results import append_rows, provenance, read_rows
+from longspan.results import Row, append_rows, provenance, read_rows
 from longspan.tasks.max_retrieval import MaxRetrieval, MaxRetrievalBatch
 
 TINY = demo.DemoConfig(steps=4, samples=20, lengths=(16, 64))
@@ -285,6 +286,32 @@ def test_rows_of_another_rate_are_not_gone_on_with(tmp_path: Path) -> None:
     assert list(read_rows(path)) == old
 
 
+def test_rows_stay_until_there_are_new_ones_and_those_of_another_run_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["demo", "--out", str(tmp_path), "--steps", "2", "--samples", "3", "--method", "top-2"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    path = tmp_path / "rows.jsonl"
+    before = path.read_bytes()
+    for other in (["--seed", "1"], ["--rate", "5e-4"]):
+        result = CliRunner().invoke(app, [*words, *other])
+        assert result.exit_code == 2
+        assert "another run" in result.output
+        assert path.read_bytes() == before
+    new: list[Row] = []
+
+    def stopped(*_: object) -> Iterator[Row]:
+        yield from new
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", stopped)
+    assert CliRunner().invoke(app, words).exit_code == 130
+    assert path.read_bytes() == before
+    new += [{**row, "accuracy": 0.0} for row in list(read_rows(path))[:2]]
+    assert CliRunner().invoke(app, words).exit_code == 130
+    assert [row["accuracy"] for row in read_rows(path)] == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("rate", ["0", "-1e-3", "nan", "inf"])
 def test_a_rate_is_above_0(rate: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--rate", rate])
@@ -308,9 +335,14 @@ def test_rows_survive_a_crash_and_tell_of_damage(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"a": 4')
     assert [row["a"] for row in read_rows(path)] == [1, 2, 3]
-    path.write_text('{"a": 1}\n{"a"\n{"a": 3}\n')
-    with pytest.raises(ValueError, match="line 2"):
-        list(read_rows(path))
+    for damaged, told in (
+        (b'{"a": 1}\n{"a"\n{"a": 3}\n', "line 2"),
+        (b'{"a": 1}\ngarbage\n', "line 2"),  # a whole line: no crash cut it
+        (b'{"a": "\xff"}\n', "rows.jsonl: not rows of JSON"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=told):
+            list(read_rows(path))
     assert json.dumps(provenance())
 
 

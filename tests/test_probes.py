@@ -25,7 +25,7 @@ from longspan.probes import (
     two_level,
 )
 from longspan.probes.base import Report, Size
-from longspan.results import Row, read_rows
+from longspan.results import Row, append_rows, read_rows
 
 ALPHAS = (1.2, 1.5, 1.75, 2.0, 3.0)
 
@@ -194,3 +194,23 @@ def test_a_measurement_that_is_stopped_keeps_its_rows(tmp_path: Path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         commands.probe("collapse", out=tmp_path)
     assert [row["number"] for row in read_rows(tmp_path / "collapse.jsonl")] == [0, 1, 2]
+
+
+def test_rows_stay_until_there_are_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "collapse.jsonl"
+    append_rows(path, [{"number": 7}])
+    new: list[Row] = []
+
+    def stopped(size: Size, report: Report) -> Iterator[Row]:
+        yield from new
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "get_probe", lambda name: replace(get_probe("collapse"), measure=stopped))
+    monkeypatch.setattr(commands, "KEEP", -1.0)  # every row at once
+    with pytest.raises(KeyboardInterrupt):
+        commands.probe("collapse", out=tmp_path)
+    assert [row["number"] for row in read_rows(path)] == [7]
+    new += [{"number": 1}, {"number": 2}]
+    with pytest.raises(KeyboardInterrupt):
+        commands.probe("collapse", out=tmp_path)
+    assert [row["number"] for row in read_rows(path)] == [1, 2]

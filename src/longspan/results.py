@@ -26,6 +26,14 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
         os.fsync(file.fileno())
 
 
+def replace_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Put `rows` in the place of those of `path`, all at once."""
+    draft = path.with_suffix(".part")
+    draft.unlink(missing_ok=True)
+    append_rows(draft, rows)
+    draft.replace(path)
+
+
 def _drop_cut_line(file: IO[bytes]) -> None:
     """Every whole row ends in a newline, so what follows the last one is a piece of a row."""
     if end := file.seek(0, os.SEEK_END):
@@ -44,12 +52,16 @@ def write_whole(path: Path, text: str) -> None:
 
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of `path`; a last line cut short by a crash is left out, any other damage is an error."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not rows of JSON ({error})") from error
+    lines = text.splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            if number == len(lines):
+            if number == len(lines) and not text.endswith("\n"):
                 return
             raise ValueError(f"{path}, line {number}: not a JSON row ({error})") from error
         if not isinstance(row, dict):

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from longspan.cli.console import console, fail
-from longspan.results import Row, append_rows, provenance, read_rows
+from longspan.results import Row, append_rows, provenance, read_rows, replace_rows
 from longspan.retrieval_rows import learning_rate_of
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def demo(
     ] = False,
 ) -> None:
     """Train six methods on Max Retrieval with at most 16 items, and look at 4096. Minutes on a CPU."""
+    import matplotlib  # noqa: F401  (missing, it is missed now and not when everything is measured)
+
     from longspan import demo as story
 
     names = _names(every, methods)
@@ -45,15 +47,12 @@ def demo(
     config = replace(config, steps=steps, learning_rate=rate, samples=samples, seed=seed)
     path = out / "rows.jsonl"
     origin = provenance()  # before the old rows go: they may be part of the tree
-    rows = _kept(path, config) if resume else []
-    draft = path.with_suffix(".part")
-    draft.unlink(missing_ok=True)
-    append_rows(draft, rows)
-    draft.replace(path)
+    rows = _kept(path, config)
+    rows = rows if resume else []
     measured = {row["method"] for row in rows}
     missing = [name for name in names if name not in measured]
     started = time.monotonic()
-    interrupted = False
+    interrupted = begun = False
     try:
         with _progress() as progress:
             bars = {name: progress.add_task(name, total=config.steps, note="waiting") for name in missing}
@@ -62,8 +61,12 @@ def demo(
                     note = f"{event.stage}: {event.note}"
                     progress.update(bars[event.name], completed=event.done, total=event.total, note=note)
                 else:
-                    rows.append(event)
-                    append_rows(path, [event | origin])
+                    rows.append(event | origin)
+                    if begun:
+                        append_rows(path, rows[-1:])
+                    else:  # until now the old rows stayed
+                        replace_rows(path, rows)
+                        begun = True
     except KeyboardInterrupt:
         interrupted = True
     if interrupted:
@@ -91,7 +94,7 @@ def _names(every: bool, methods: list[str] | None) -> list[str]:
 
 
 def _kept(path: Path, config: "DemoConfig") -> list[Row]:
-    """The rows of an earlier, stopped run; those of a method that was not measured to the end are left out."""
+    """The rows of an earlier run; those of a method that was not measured to the end are left out."""
     from longspan import demo as story
 
     rows = list(read_rows(path)) if path.exists() else []
@@ -99,8 +102,10 @@ def _kept(path: Path, config: "DemoConfig") -> list[Row]:
     said |= {"samples": config.samples, "seed": config.seed}
     for row in rows:
         told = {**row, "learning_rate": learning_rate_of(row)}
-        if any(told.get(key) != value for key, value in said.items()):
-            fail(f"{path} has rows of another run ({row}); choose another folder")
+        for key, value in said.items():
+            if told.get(key) != value:
+                which = f"{key.replace('_', ' ')} {told.get(key)}, not {value}"
+                fail(f"{path} has rows of another run ({which}); choose another folder by --out, or delete it")
     measured = Counter(row["method"] for row in rows)
     names = [each.measured_as for each in story.contestants()]
     whole = [each for each in names if all(measured[name] == len(config.lengths) for name in each)]

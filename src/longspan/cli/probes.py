@@ -39,19 +39,26 @@ def probe(
     format: Annotated[Format, typer.Option(help="Of the figure.")] = Format.png,
 ) -> None:
     """Measure one claim of the theory: rows, a figure, a table and whether it agrees with the paper."""
-    from longspan.results import append_rows, provenance
+    from longspan.results import append_rows, provenance, replace_rows
 
     if name is None:
         _list()
         return
+    import matplotlib  # noqa: F401  (missing, it is missed now and not when everything is measured)
+
     chosen = get_probe(name)
     name_and_size = {"probe": chosen.name, "size": size.value}
     origins = {device: name_and_size | provenance(device) for device in _devices()}
     path, figure = out / f"{chosen.name}.jsonl", out / f"{chosen.name}.{format.value}"
-    path.unlink(missing_ok=True)
-    rows = _measured(
-        chosen, SIZES[size], lambda new: append_rows(path, (row | origins[row.get("trained_on", "cpu")] for row in new))
-    )
+    write = replace_rows  # the rows of last time stay until there are new ones
+
+    def keep(new: list[Row]) -> None:
+        nonlocal write
+        if new:
+            write(path, [row | origins[row.get("trained_on", "cpu")] for row in new])
+            write = append_rows
+
+    rows = _measured(chosen, SIZES[size], keep)
     chosen.draw(rows, figure)
     print_whole(_table(chosen.table(rows)))
     console.print(f"[bold]claim[/bold]   {escape(chosen.claim)}", highlight=False)
