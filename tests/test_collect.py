@@ -120,6 +120,14 @@ def test_rows_are_collected_once_and_old_ones_are_completed(measured: Path, tmp_
     assert collect([tmp_path / "copy.jsonl"], tmp_path / "other") == {"copy": 1}
 
 
+def test_a_source_with_nothing_to_collect_is_named(measured: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    append_rows(other, [{"task": "max_retrieval", "length": 16, "accuracy": 99.0}])
+    with pytest.raises(ValueError, match=r"other\.jsonl has no rows to collect"):
+        collect([measured, other], tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
 def test_rows_of_a_language_model_are_told_apart_by_how_they_were_measured(tmp_path: Path) -> None:
     known = {"config": "c0ffee", "seed": 0, "step": 5, "length": 64, "context": 64, "recipe": "lm/tiny/rope/softmax"}
     known |= {"method": "softmax", "position": "rope", "rope_base": 1e4, "time": "2026-01-01T00:00:00Z", "value": 1.0}

@@ -105,9 +105,12 @@ def collect(sources: Iterable[Path], into: Path) -> Mapping[str, int]:
     collection = Collection(into.glob("*.jsonl"))
     by_task: dict[str, list[Row]] = defaultdict(list)
     for source in sources:
-        for row in rows_of_run(source) if source.is_dir() else read_rows(source):
-            if is_row(row):
-                by_task[row["task"]].append(row)
+        rows = list(rows_of_run(source) if source.is_dir() else read_rows(source))
+        wanted = [row for row in rows if is_row(row)]
+        if rows and not wanted:
+            raise ValueError(f"{source} has no rows to collect: those say the `config` of their run")
+        for row in wanted:
+            by_task[row["task"]].append(row)
     return {task: collection.add(into / f"{task}.jsonl", rows) for task, rows in sorted(by_task.items())}
 
 
