@@ -1,11 +1,13 @@
 """The commands from a name to a row in a table, and what they say when something is wrong."""
 
 import csv
+import io
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from tiny_runs import TINY_EDITS, log_of
@@ -16,6 +18,7 @@ from longspan.cli.console import console
 from longspan.paper.recipes import recipe_names
 from longspan.results import append_rows, read_rows
 from longspan.tasks import task_names
+from longspan.train import checkpoint as checkpoints
 
 
 def invoke(*args: str) -> Result:
@@ -199,19 +202,102 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("module", ["safetensors", "numpy", "matplotlib"])
+_TRAIN = ["train", "copy", "--smoke", *TINY_EDITS, "--out=other", "--device=cpu"]
+MISSING = {
+    "train": ("safetensors", _TRAIN),
+    "train-numpy": ("numpy", _TRAIN),
+    "ladder": ("matplotlib", ["figure", "ladder", "copy", "--out=other/x.png"]),
+    "demo": ("matplotlib", ["demo", "--steps=1", "--method=top-2", "--out=other"]),
+    "probe": ("matplotlib", ["probe", "transformation", "--out=other"]),
+    "inspect": ("matplotlib", ["inspect", "runs/one", "--out=other"]),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
 def test_a_missing_package_is_named_before_any_work(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: str
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
-    train = ["train", "copy", "--smoke", *TINY_EDITS, "--out=other", "--device=cpu"]
-    args = {"matplotlib": ["figure", "ladder", "copy"]}.get(module, train)
+    module, args = MISSING[case]
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(sys, "argv", ["longspan", *args])
     with pytest.raises(SystemExit) as left:
         cli.main()
     assert left.value.code == 2
-    assert f"needs {module}: pip install 'longspan[cli,train,plots]'" in capsys.readouterr().out
+    assert f"needs {module}: pip install 'longspan[cli,train,plots]'" in capsys.readouterr().err
     assert not Path("other").exists()
+
+
+def left_with(args: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """The exit code of a command as it is typed."""
+    monkeypatch.setattr(sys, "argv", ["longspan", *args])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    return left.value.code
+
+
+def test_an_import_that_breaks_without_a_name_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(name: str) -> None:
+        raise ModuleNotFoundError("a part of it could not be imported")
+
+    module = ModuleType("longspan.integrations.transformers.runs")
+    module.__dict__["__getattr__"] = broken
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert left_with(["export", ".", "out"], monkeypatch) == 2
+    assert capsys.readouterr().err == "error: a part of it could not be imported\n"
+
+
+def test_errors_are_no_part_of_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("[1]\n{}\n")
+    assert left_with(["table", "copy", f"--rows={tmp_path}", "--csv"], monkeypatch) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "line 1: not a JSON row" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"), [(["probe"], b"?"), (["table", "copy"], b"9.5?0.7")], ids=["probe", "table"]
+)
+def test_a_screen_without_some_letters_has_the_others(
+    args: list[str], shown: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"task": "copy", "recipe": "longspan/copy/nape/softmax", "length": 64}
+    append_rows(tmp_path / "runs" / "rows.jsonl", [{**row, "seed": seed, "value": 9.0 + seed} for seed in range(2)])
+    monkeypatch.chdir(tmp_path)
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii", write_through=True))
+    assert not left_with(args, monkeypatch)
+    assert shown in printed.getvalue()
+
+
+def test_a_row_that_lacks_something_is_told_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"task": "copy", "length": 64, "value": 9.0, "position": "nape", "method": "softmax"}
+    append_rows(tmp_path / "rows.jsonl", [{**row, "recipe": None, "seed": 0}])
+    table = ["table", "copy", f"--rows={tmp_path}", "--csv"]
+    for options in ([], ["--chosen"]):
+        assert not left_with([*table, *options], monkeypatch)
+        assert "nape,softmax,unnamed,64,9.00" in capsys.readouterr().out
+    append_rows(tmp_path / "rows.jsonl", [{**row, "recipe": "longspan/copy/nape/softmax"}])
+    assert left_with(table, monkeypatch) == 2
+    assert "'seed' is missing, most likely in a row that was read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "other"), [("evaluate", "lm perplexity"), ("inspect", "lm inspect")])
+def test_a_language_model_has_commands_of_its_own(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    command: str, other: str,
+) -> None:  # fmt: skip
+    loaded = checkpoints.load(checkpoints.of_run(trained / "runs/one"))
+    checkpoints.save(tmp_path / "best", replace(loaded, config={"corpus": "text", "activations": "none"}), keep=1)
+    assert left_with([command, str(tmp_path), "--device=cpu"], monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert "is the run of a language model" in said
+    assert f"`longspan {other}`" in said
 
 
 def test_tensorboard_gets_the_numbers_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from tiny_runs import tiny, train
 from typer.testing import CliRunner
 
 from longspan.cli import app
+from longspan.cli import inspect as commands
 from longspan.evaluate.inspect import (
     attention_layers,
     head_rows,
@@ -225,6 +226,18 @@ def test_the_command_writes_rows_and_figures(run_folder: Path, tmp_path: Path) -
     words = ["figure", "maps", str(tmp_path / "maps.jsonl"), "--head", "2", "--out", str(figure)]
     assert CliRunner().invoke(app, words).exit_code == 0
     assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_measured_is_written_before_it_is_shown(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(table: object) -> None:
+        raise UnicodeEncodeError("latin-1", "β", 0, 1, "no such letter")
+
+    monkeypatch.setattr(commands, "print_whole", broken)
+    words = ["inspect", str(run_folder), "--length=6", "--samples=1", f"--out={tmp_path}", "--device=cpu"]
+    assert isinstance(CliRunner().invoke(app, words).exception, UnicodeEncodeError)
+    assert {path.name for path in tmp_path.iterdir()} == {"inspect.jsonl", "inspect.png"}
 
 
 def test_lengths_below_those_of_the_training_leave_its_mark_within_the_figure() -> None:

@@ -158,7 +158,7 @@ def test_bad_input_is_told(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
-    assert message in capsys.readouterr().out.replace("\n", " ")
+    assert message in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_a_corpus_of_other_tokens_is_not_taken_for_the_runs(
@@ -170,7 +170,7 @@ def test_a_corpus_of_other_tokens_is_not_taken_for_the_runs(
         monkeypatch.setattr("sys.argv", ["longspan", "lm", "generate", str(run), "The", "--device=cpu", *options])
         with pytest.raises(SystemExit):
             cli.main()
-        return capsys.readouterr().out.replace("\n", " ")
+        return capsys.readouterr().err.replace("\n", " ")
 
     run, own = tmp_path / "run", tmp_path / "corpus"
     write_texts(tmp_path / "texts", [60] * 40, seed=1)

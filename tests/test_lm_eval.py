@@ -280,4 +280,4 @@ def test_the_command_writes_rows_and_says_what_is_wrong(
         monkeypatch.setattr("sys.argv", ["longspan", *arguments, "--tasks=our_choices", *wrong])
         with pytest.raises(SystemExit):
             cli.main()
-        assert message in capsys.readouterr().out.replace("\n", " ")
+        assert message in capsys.readouterr().err.replace("\n", " ")

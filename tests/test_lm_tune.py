@@ -84,7 +84,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     monkeypatch.setattr("sys.argv", ["longspan", *arguments])
     with pytest.raises(SystemExit):
         cli.main()
-    return capsys.readouterr().out
+    return capsys.readouterr().err
 
 
 def test_the_rate_rises_and_falls_to_zero(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:

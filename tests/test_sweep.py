@@ -127,7 +127,7 @@ def test_what_cannot_be_swept_is_told(
     with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2
-    assert message in " ".join(capsys.readouterr().out.split())
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def job_in(folder: Path, evaluate: bool = False, **changes: Any) -> Job:

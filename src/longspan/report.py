@@ -168,7 +168,7 @@ def origin_of(row: Row) -> Origin:
 
     A change of RoPE's factor is a position of its own, as in the paper's ablation.
     """
-    name = parse_name(row["recipe"])
+    name = parse_name(row["recipe"] or "")
     if name is None:
         return row["position"], row["method"], row["recipe"] or "unnamed"
     position = name.position

@@ -1,6 +1,9 @@
 """The command line. Needs the `cli` extra."""
 
+import io
 import sys
+import traceback
+from pathlib import Path
 
 try:
     import rich  # noqa: F401
@@ -9,7 +12,7 @@ except ImportError as error:
     sys.exit(f"the command line needs {error.name}: pip install 'longspan[cli,train,plots]'")
 
 from longspan.cli import demo, hub, inspect, lm, probes, results, sweep, tables, training
-from longspan.cli.console import fail
+from longspan.cli.console import fail, fail_without
 
 app = typer.Typer(
     help="Attention that keeps its focus at contexts far longer than it was trained on.",
@@ -40,6 +43,8 @@ tables.figure_app.command("maps")(inspect.redraw_maps)
 
 def main() -> None:
     """Run a command; a wrong argument ends with its message instead of a traceback, a full disk too."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a screen that has no β still has the numbers
     from longspan.train.checkpoint import CheckpointError
     from longspan.train.loop import Diverged
 
@@ -47,5 +52,9 @@ def main() -> None:
         app()
     except (ValueError, OSError, CheckpointError, Diverged) as error:
         fail(str(error))
+    except KeyError as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(place.filename).name}, line {place.lineno}"
+        fail(f"{error} is missing, most likely in a row that was read (it was looked for in {where})")
     except ModuleNotFoundError as error:
-        fail(f"this command needs {error.name}: pip install 'longspan[cli,train,plots]'")
+        fail_without(error, "cli,train,plots")

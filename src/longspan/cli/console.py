@@ -9,12 +9,18 @@ from rich.markup import escape
 from rich.table import Table
 
 console = Console()
+errors = Console(stderr=True)  # what is piped into a file has none of them
 
 
 def fail(message: str) -> NoReturn:
     """End with an error message."""
-    console.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
+    errors.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
     raise SystemExit(2)
+
+
+def fail_without(error: ModuleNotFoundError, extras: str) -> NoReturn:
+    """End with what is to be installed; an import that breaks inside of a package may name none."""
+    fail(f"this command needs {error.name}: pip install 'longspan[{extras}]'" if error.name else str(error))
 
 
 def print_whole(table: Table) -> None:

@@ -5,9 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from longspan.cli.console import console, fail
-
-_NEEDS = "this command needs {}: pip install 'longspan[transformers]'"
+from longspan.cli.console import console, fail_without
 
 
 def export(
@@ -19,7 +17,7 @@ def export(
     try:
         from longspan.integrations.transformers.runs import export_run
     except ModuleNotFoundError as error:
-        fail(_NEEDS.format(error.name))
+        fail_without(error, "transformers")
     missing = export_run(run, out, checkpoint)
     if missing is not None:
         console.print(f"[yellow]without a tokenizer:[/yellow] {missing}", highlight=False, soft_wrap=True)
@@ -34,5 +32,5 @@ def import_(
     try:
         from longspan.integrations.transformers.runs import import_run
     except ModuleNotFoundError as error:
-        fail(_NEEDS.format(error.name))
+        fail_without(error, "transformers")
     console.print(f"written: {import_run(source, run)}", highlight=False, soft_wrap=True)

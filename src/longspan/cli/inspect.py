@@ -9,7 +9,8 @@ from rich.table import Table
 
 from longspan.cli.console import console, device_named, fail, print_whole
 from longspan.cli.probes import Format
-from longspan.results import Row, append_rows, read_rows
+from longspan.cli.training import refuse_language
+from longspan.results import Row, read_rows, replace_rows
 
 if TYPE_CHECKING:
     from longspan.plots import Panel
@@ -42,6 +43,8 @@ def inspect(
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
     """Measure the heads of a trained model: support, live tiles, entropy, largest weight, distance and scale."""
+    import matplotlib  # noqa: F401  (missing, it is missed now and not when everything is measured)
+
     from longspan.evaluate.inspect import head_rows, map_rows, origin_of, query_rows
     from longspan.tasks import get_task
     from longspan.train import checkpoint as checkpoints
@@ -49,6 +52,7 @@ def inspect(
 
     place = device_named(device)
     loaded = checkpoints.load(checkpoints.of_run(folder, checkpoint))
+    refuse_language(loaded.config, folder, "`longspan lm inspect` looks at its heads")
     model, config = model_of(loaded, place)
     task = get_task(config.task, **config.task_options)
     ladder = sorted(set(lengths or config.test_lengths or [config.longest]))
@@ -68,11 +72,13 @@ def inspect(
             rows += [row | origin for row in head_rows(model, task, length, samples, queries)]
             if maps:
                 drawn += [row | origin for row in map_rows(model, task, length, shown, cells)]
-    print_whole(_table(rows))
-    _say_gamma(rows)
-    draw_heads(rows, _written(where / "inspect.jsonl", rows).with_suffix(f".{format.value}"))
+    replace_rows(where / "inspect.jsonl", rows)
+    draw_heads(rows, where / f"inspect.{format.value}")
     if maps:
-        draw_maps(drawn, _written(where / "maps.jsonl", drawn).with_suffix(f".{format.value}"))
+        replace_rows(where / "maps.jsonl", drawn)
+        draw_maps(drawn, where / f"maps.{format.value}")
+    print_whole(_table(rows))  # last: what is measured stays, whatever becomes of the screen
+    _say_gamma(rows)
     names = "inspect and maps" if maps else "inspect"
     console.print(f"Written: {names} (.jsonl, .{format.value}) in {where}", highlight=False, soft_wrap=True)
 
@@ -94,12 +100,6 @@ def redraw_maps(
         fail(f"there are no such maps in {', '.join(map(str, rows))}")
     draw_maps(chosen, out)
     console.print(f"written: {out}", soft_wrap=True)
-
-
-def _written(path: Path, rows: Sequence[Row]) -> Path:
-    path.unlink(missing_ok=True)
-    append_rows(path, rows)
-    return path
 
 
 def _heads(rows: Sequence[Row]) -> dict[tuple[int, int], list[Row]]:

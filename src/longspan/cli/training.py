@@ -1,10 +1,10 @@
 """`longspan train` and `longspan evaluate`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -43,6 +43,12 @@ def folder_of(config: "RunConfig", runs: Path) -> Path:
     if len(f"{name}-s{config.seed}".encode()) > _LONGEST_NAME:
         name = f"{name[:180]}-{blake2b(name.encode(), digest_size=6).hexdigest()}"
     return runs / f"{name}-s{config.seed}"
+
+
+def refuse_language(config: Mapping[str, Any], folder: Path, instead: str) -> None:
+    """End where the config of a checkpoint is that of a language model."""
+    if "corpus" in config:
+        fail(f"{folder} is the run of a language model; {instead}")
 
 
 def train(
@@ -113,6 +119,7 @@ def evaluate(
 
     place = device_named(device)
     loaded = checkpoints.load(checkpoints.of_run(folder, checkpoint))
+    refuse_language(loaded.config, folder, "`longspan lm perplexity` and `longspan lm needle` measure it")
     model, config = model_of(loaded, place)
     task = get_task(config.task, **config.task_options)
     path = folder / "results.jsonl"
