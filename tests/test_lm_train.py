@@ -12,6 +12,7 @@ from tiny_text import tiny_corpus
 
 from longspan.nn.decoder import DecoderConfig
 from longspan.nn.llama import flops_per_token, preset
+from longspan.results import read_rows
 from longspan.text.documents import CorpusError
 from longspan.train import lm_loop
 from longspan.train.checkpoint import load, saved
@@ -261,6 +262,25 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(
     with pytest.raises(Diverged, match="the loss is nan after 9 steps"):
         train(config, tmp_path)
     assert [load(path).step for path in saved(tmp_path / "checkpoints")] == [5]
+    last = list(read_rows(tmp_path / "log.jsonl"))[-1]
+    assert (last["event"], last["step"]) == ("diverged", 9)
+
+
+def test_a_folder_has_one_run_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: LanguageConfig
+) -> None:
+    advance, refused = LanguageTrainer.advance, []
+
+    def begin_another(self: LanguageTrainer) -> None:
+        with pytest.raises(ValueError, match="is being trained by another process"):
+            train(config, tmp_path)
+        refused.append(self.step)
+        advance(self)
+
+    config = replace(config, steps=2)
+    monkeypatch.setattr(LanguageTrainer, "advance", begin_another)
+    train(config, tmp_path)
+    assert refused == [0, 1]
 
 
 def test_the_rate_falls_as_a_cosine(config: LanguageConfig) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,7 @@ from longspan.train import checkpoint as checkpoints
 from longspan.train.config import from_json, read_fields, to_json
 from longspan.train.distributed import ALONE, Processes
 from longspan.train.lm import LanguageConfig, LanguageTrainer, fingerprint, learning_rate
-from longspan.train.loop import Diverged, Outcome, Report, Stop
+from longspan.train.loop import Diverged, Outcome, Report, Stop, alone_in, failures_told
 
 _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
@@ -33,11 +34,18 @@ def run_language(
     `report` gets a row for every entry of the log, which goes to ``log.jsonl`` too. Of several processes, which must
     see one folder, the first one writes and reports.
     """
-    import safetensors  # noqa: F401  (missing, it is missed now and not at the first checkpoint)
+    import numpy  # noqa: F401  (safetensors writes by it; missing, both are missed now and not at the first checkpoint)
+    import safetensors  # noqa: F401
 
     trainer = LanguageTrainer(config, device, processes)
     folder.mkdir(parents=True, exist_ok=True)
     _refuse_another(folder, config)
+    with alone_in(folder) if processes.first else nullcontext():
+        return _run(trainer, folder, report, stop)
+
+
+def _run(trainer: LanguageTrainer, folder: Path, report: Report, stop: Stop) -> Outcome:
+    config, processes = trainer.config, trainer.processes
     if processes.first:
         _claim(folder, config)
     saved = checkpoints.saved(folder / "checkpoints")
@@ -50,10 +58,20 @@ def run_language(
         append_rows(folder / "log.jsonl", [row])
         report(row)
 
-    note({"event": "start", "step": trainer.step, **provenance(device), "processes": processes.size})
+    note({"event": "start", "step": trainer.step, **provenance(trainer.device), "processes": processes.size})
     started, first = time.monotonic(), trainer.step
-    logged, logged_step = started, first
-    while trainer.step < config.steps and not processes.any(stop.wanted):
+    with failures_told(note, lambda: trainer.step):
+        _train(trainer, folder, note, stop)
+        path = saved[-1] if saved and trainer.step == first else _save(trainer, folder)
+    ending: Literal["finished", "stopped"] = "finished" if trainer.step >= config.steps else "stopped"
+    note({"event": ending, "step": trainer.step, "seconds": time.monotonic() - started})
+    return Outcome(ending, trainer.step, path)
+
+
+def _train(trainer: LanguageTrainer, folder: Path, note: Report, stop: Stop) -> None:
+    config = trainer.config
+    logged, logged_step = time.monotonic(), trainer.step
+    while trainer.step < config.steps and not trainer.processes.any(stop.wanted):
         trainer.advance()
         ended = trainer.step == config.steps
         if trainer.step % config.log_every == 0 or ended:
@@ -67,10 +85,6 @@ def run_language(
             _save(trainer, folder)
         if validating or saving:
             logged, logged_step = time.monotonic(), trainer.step  # neither is training time
-    path = saved[-1] if saved and trainer.step == first else _save(trainer, folder)
-    ending: Literal["finished", "stopped"] = "finished" if trainer.step >= config.steps else "stopped"
-    note({"event": ending, "step": trainer.step, "seconds": time.monotonic() - started})
-    return Outcome(ending, trainer.step, path)
 
 
 def _refuse_another(folder: Path, config: LanguageConfig) -> None:

@@ -82,7 +82,7 @@ def run(config: RunConfig, folder: Path, device: torch.device | str, report: Rep
         raise ValueError(f"{folder} holds a run of another config; choose another folder or delete it")
     trainer = Trainer(config, device)  # before the folder is its own: it may be refused
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone_in(folder):
+    with alone_in(folder):
         return _run(trainer, folder, report, stop)
 
 
@@ -101,21 +101,29 @@ def _run(trainer: Trainer, folder: Path, report: Report, stop: Stop) -> Outcome:
     shared = int(os.environ.get(SHARED_BY, 1))
     note({"event": "start", "step": trainer.step, "side_by_side": shared, "time": now(), **provenance(device)})
     started, first = time.monotonic(), trainer.step
-    try:
+    with failures_told(note, lambda: trainer.step):
         _train(trainer, folder, note, stop, started)
         path = saved[-1] if saved and trainer.step == first else _save(trainer, folder)
-    except Exception as error:
-        event, seconds = ("diverged" if isinstance(error, Diverged) else "failed"), time.monotonic() - started
-        with suppress(OSError):  # a full disk has no room for a last word
-            note({"event": event, "step": trainer.step, "seconds": seconds, "time": now(), "reason": str(error)})
-        raise
     ending: Literal["finished", "stopped"] = "finished" if trainer.step >= config.steps else "stopped"
     note({"event": ending, "step": trainer.step, "seconds": time.monotonic() - started, "time": now()})
     return Outcome(ending, trainer.step, path)
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def failures_told(note: Report, step: Callable[[], int]) -> Iterator[None]:
+    """An error has the last word in the log."""
+    started = time.monotonic()
+    try:
+        yield
+    except Exception as error:
+        event, seconds = ("diverged" if isinstance(error, Diverged) else "failed"), time.monotonic() - started
+        with suppress(OSError):  # a full disk has no room for a last word
+            note({"event": event, "step": step(), "seconds": seconds, "time": now(), "reason": str(error)})
+        raise
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
     """Hold the folder of a run: two processes in one would write the same files and delete each other's."""
     try:
         import fcntl
