@@ -30,12 +30,12 @@ def test_an_operator_runs_on_the_device_of_its_first_input(
 
 def test_the_schema_is_that_of_the_function() -> None:
     @operator("a_test_of_operators")
-    def scaled(x: Tensor, by: float, more: Tensor | None) -> Tensor:
+    def scaled(more: Tensor | None, x: Tensor, by: float) -> Tensor:
         return x * by if more is None else x * by + more
 
     schema = str(torch.ops.longspan.a_test_of_operators.default._schema)
-    assert schema == "longspan::a_test_of_operators(Tensor x, float by, Tensor? more) -> Tensor"
-    assert torch.equal(scaled(torch.ones(2), by=3.0, more=None), torch.full((2,), 3.0))
+    assert schema == "longspan::a_test_of_operators(Tensor? more, Tensor x, float by) -> Tensor"
+    assert torch.equal(scaled(None, torch.ones(2), by=3.0), torch.full((2,), 3.0))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def operator(name: str) -> "Callable[[Callable[..., Any]], CustomOpDef]":
-    """Make a function an operator that changes none of its inputs, on the GPU of the first.
+    """Make a function an operator that changes none of its inputs, on the GPU of the first tensor among them.
 
     Triton launches on the current GPU and its stream, wherever the tensors are, and torch leaves it to an operator to
     say which that is: a model spread over several GPUs calls layers on all of them from one thread.
@@ -20,7 +20,8 @@ def operator(name: str) -> "Callable[[Callable[..., Any]], CustomOpDef]":
     def register(function: Callable[..., Any]) -> "CustomOpDef":
         @wraps(function)
         def there(*arguments: Any, **options: Any) -> Any:
-            with torch.cuda.device_of(arguments[0]):
+            tensor = next(argument for argument in arguments if isinstance(argument, torch.Tensor))
+            with torch.cuda.device_of(tensor):
                 return function(*arguments, **options)
 
         return torch.library.custom_op(f"longspan::{name}", mutates_args=())(there)
