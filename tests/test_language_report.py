@@ -82,3 +82,13 @@ def test_another_position_has_a_curve_of_its_own() -> None:
     (panel,) = panels([*rope, *adjusted])
     assert set(panel.curves) == {"softmax, rope", "softmax, rope+abf"} == set(panel.colours)
     assert len(set(panel.colours.values())) == 2
+
+
+def test_lines_of_one_method_are_told_apart_by_shade() -> None:
+    (panel,) = panels([row("s-niah-1", "softmax", 1024, 90.0, data=data) for data in ("abc", "xyz")])
+    assert len(set(panel.colours.values())) == 2
+
+
+def test_the_front_page_has_the_fullest_line_of_a_model() -> None:
+    partial = row("s-niah-1", "softmax", 4096, 50.0, depth=0.5)
+    assert front([*rows(), partial]) == front(rows())

@@ -4,7 +4,7 @@ A result row goes to the table of its `task`, under its `length`; a row of `lm-s
 """
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -32,7 +32,7 @@ the length that they were trained on. A curve has the lengths of a row; the grey
 
 
 # What rows of one model and task may differ in besides the length, and how a line that differs in it says so. Rows
-# older than a field do not have it.
+# without a field are a line apart: on what they were measured, nobody knows.
 _MEASURED = {
     "data": "text {}",
     "longest": "up to {:,} tokens",
@@ -180,7 +180,7 @@ def section(rows: Sequence[Row], figure: str) -> str:
 
 def front(rows: Sequence[Row]) -> str:
     """The table of the front page: our models at the shortest length, which they were trained on, and the longest."""
-    lines = {table: {line[:2]: line for line in _ours(rows, table)} for table in SHOWN}
+    lines = {table: _fullest(_ours(rows, table)) for table in SHOWN}
     lengths = sorted({int(length) for ours in lines.values() for line in ours.values() for length in line.cells})
     if not lengths:
         return ""
@@ -195,6 +195,16 @@ def front(rows: Sequence[Row]) -> str:
         texts.append([f"{method}, {position}", *cells])
     said = f"Language models trained on {lengths[0]:,} tokens, at that length and at {lengths[-1]:,}; needles in %, in "
     return f"{said}brackets the paper's (420M parameters, trained on 2,048):\n\n{markdown(texts, names=1)}"
+
+
+def _fullest(lines: Iterable[Line]) -> dict[tuple[str, str], Line]:
+    """Of the lines of one position and method the one with the most numbers; the first of equals."""
+    found: dict[tuple[str, str], Line] = {}
+    for line in lines:
+        before = found.setdefault((line.position, line.method), line)
+        if len(line.cells) > len(before.cells):
+            found[line.position, line.method] = line
+    return found
 
 
 def _ours(rows: Sequence[Row], table: LanguageTable) -> list[Line]:
@@ -227,7 +237,7 @@ def _panel(table: LanguageTable, lines: Sequence[Line]) -> Panel:
         trained_to=min(length for curve in curves.values() for length in curve),
         y_limits=None if table is OWN_CORPUS else (0, 103),
         x_label="tokens",
-        colours=_colours(curves),
+        colours=_colours(labels),
     )
 
 
@@ -236,11 +246,16 @@ def _band(line: Line) -> dict[int, tuple[float, float]]:
     return {int(length): (low, high) for length, (low, high) in ends.items() if low is not None and high is not None}
 
 
-def _colours(labels: Iterable[str]) -> dict[str, str]:
-    """A method's own colour, lighter with another position than NAPE, and lighter yet with an adjusted base."""
-    shades = {"": "", "rope": "a0"}
-    parts = {label: label.partition(", ") for label in labels}
-    return {label: COLOURS[method] + shades.get(position, "60") for label, (method, _, position) in parts.items()}
+def _colours(labels: Iterable[tuple[str, Line]]) -> dict[str, str]:
+    """A method's own colour, lighter with another position than NAPE, with an adjusted base, and in further lines."""
+    steps, shades = {"nape": 0, "rope": 1}, ("", "a0", "60")
+    found: dict[str, str] = {}
+    before: Counter[tuple[str, str]] = Counter()
+    for label, line in labels:
+        step = steps.get(line.position, 2) + before[line[:2]]
+        found[label] = COLOURS[line.method] + shades[min(step, 2)]
+        before[line[:2]] += 1
+    return found
 
 
 def _intervals(table: LanguageTable, lines: Sequence[Line]) -> str:
