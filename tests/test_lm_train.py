@@ -10,7 +10,7 @@ import torch
 from tiny_runs import log_of
 from tiny_text import tiny_corpus
 
-from longspan.nn.decoder import DecoderConfig
+from longspan.nn.decoder import AttentionConfig, DecoderConfig
 from longspan.nn.llama import flops_per_token, preset
 from longspan.results import read_rows
 from longspan.text.documents import CorpusError
@@ -163,6 +163,12 @@ def test_a_run_is_known_by_its_tokens_not_by_its_folder(config: LanguageConfig) 
     assert fingerprint(config) == fingerprint(changed(config, corpus="elsewhere", micro_batch=1, log_every=1))
     assert fingerprint(config) != fingerprint(changed(config, data="0123456789ab"))
     assert fingerprint(config) != fingerprint(changed(config, documents="joined"))
+
+
+def test_the_fingerprint_is_stable() -> None:
+    """Rows and folders of runs carry it."""
+    model = DecoderConfig(50, 2, 16, 32, 2, AttentionConfig("asentmax"))
+    assert fingerprint(LanguageConfig(corpus="x", data="abc", model=model)) == "4844f20efd9a"
 
 
 def test_what_does_not_fit_together_is_told(tmp_path: Path, config: LanguageConfig) -> None:

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 import longspan
+
+pytest.importorskip("triton")
+
 from longspan.kernels.operators import operator
 
 

@@ -12,6 +12,7 @@ from test_long_kernels import assert_as_close_as_plain_torch, made
 from longspan import attention, decode
 from longspan.functional.attention import on_chip
 from longspan.kernels import gpus, launches
+from longspan.kernels.decode_ops import boxes_at_once
 from longspan.kernels.pages import PAGE
 
 WIDE = ("dim_64", "dim_128", "dim_256", "topics_and_slopes")
@@ -75,5 +76,6 @@ def test_heads_that_do_not_fit_are_left_to_others(less_memory: None, device: tor
 
 def test_boxes_of_fewer_pages_at_once_change_no_bit(less_memory: None, device: torch.device) -> None:
     call = made_step(Step(heads=1, content=topics(PAGE), room=70 * PAGE), torch.float32, device)
+    assert boxes_at_once(device) == 32
     known = decode(**call, summary=summary_of(call, boxes=True), impl="triton")
     assert torch.equal(known, decode(**call, impl="triton"))

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from longspan.cli import lm_benchmarks, lm_inspect, lm_measure, lm_tune
 from longspan.cli.console import console, device_named, fail
 from longspan.cli.events import Events
+from longspan.cli.training import folder_of
 from longspan.results import Row
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def train(
         asked = {"documents": documents, "precision": _precision(precision, place)}
         unusual = [f"{name}={value}" for name, value in asked.items() if value != getattr(config, name)]
         config = _edited(config, [*unusual, *(edits or [])])
-        folder = out or Path("runs") / f"{config.name.replace('/', '-')}-s{config.seed}"
+        folder = out or folder_of(config, Path("runs"))
         screen = console if processes.first else Console(quiet=True)
         size = f"{parameter_count(config.model):,} parameters, {config.batch * config.context:,} tokens a step"
         screen.print(size if processes.size == 1 else f"{size}, {processes.size} processes", highlight=False)

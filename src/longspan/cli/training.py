@@ -18,6 +18,7 @@ from longspan.retrieval_rows import TASK as MAX_RETRIEVAL
 if TYPE_CHECKING:
     from longspan.evaluate.ladder import Purpose
     from longspan.train.config import RunConfig
+    from longspan.train.lm import LanguageConfig
 
 _LONGEST_NAME = 255  # bytes of a file's name
 
@@ -37,11 +38,11 @@ def config_of(recipe: str, seed: int, smoke: bool, edits: Sequence[str]) -> "Run
     return config_named(name._replace(size="smoke" if smoke else name.size, edits=(*name.edits, *edits)), seed)
 
 
-def folder_of(config: "RunConfig", runs: Path) -> Path:
+def folder_of(config: "RunConfig | LanguageConfig", runs: Path) -> Path:
     """Where a run lies unless it is told otherwise: a name that is too long for a file system ends in a hash of it."""
     name = config.name.replace("/", "-")
     if len(f"{name}-s{config.seed}".encode()) > _LONGEST_NAME:
-        name = f"{name[:180]}-{blake2b(name.encode(), digest_size=6).hexdigest()}"
+        name = f"{name.encode()[:180].decode(errors='ignore')}-{blake2b(name.encode(), digest_size=6).hexdigest()}"
     return runs / f"{name}-s{config.seed}"
 
 

@@ -276,13 +276,14 @@ def triton_cannot(q: Tensor, k: Tensor, v: Tensor, alpha: Alpha) -> str | None:
 
 def too_wide(q: Tensor, v: Tensor) -> str | None:
     """Why heads of this width are too wide for the kernels on this GPU; None if they are not."""
-    from longspan.kernels import gpus
-
     width = max(q.shape[3], v.shape[3])
     if width > 256:
         return f"it takes heads of at most 256 dims, got {width}"
-    if width > 128 and q.dtype == torch.float32 and not gpus.is_roomy(q.device):
-        return f"heads of {width} dims in float32 do not fit the shared memory of this GPU, 128 do"
+    if width > 128 and q.dtype == torch.float32:
+        from longspan.kernels import gpus
+
+        if not gpus.is_roomy(q.device):
+            return f"heads of {width} dims in float32 do not fit the shared memory of this GPU, 128 do"
     return None
 
 

@@ -200,9 +200,11 @@ class Attention(nn.Module):
 
     def _learns(self, *inputs: Tensor) -> bool:
         """Whether a gradient may be asked for of the inputs or of what a part has learnt."""
+        if not torch.is_grad_enabled():
+            return False
         parts = (self.normalizer, self.scaler, self.position)
         learnt = (parameter for part in parts for parameter in part.parameters())
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *learnt))
+        return any(tensor.requires_grad for tensor in (*inputs, *learnt))
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Tensor:
         form, slopes = self.normalizer.entmax_form(), self.position.slopes

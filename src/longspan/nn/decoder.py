@@ -25,7 +25,7 @@ from longspan.nn.positions import (
     position_named,
 )
 from longspan.nn.residual import branch, merge, merge_and_branch, normed
-from longspan.nn.scalers import Adaptive, NoScale, Scalable, Scaler, SSMax
+from longspan.nn.scalers import Adaptive, NoScale, Scalable, Scaler
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class AttentionConfig:
     alpha: float | Literal["learned"] = 1.5
     top_k: int = 32
     top_fraction: float | None = None  # in place of top_k
-    delta: float | None = None  # None: the method's own
+    delta: float = 1.0  # of SEntmax, ASSMax and ASEntmax; SSMax has 0, as in the released code
     gamma_range: float = 2.0
     initial_beta: float | None = 0.05
     initial_gamma: float = 0.0
@@ -202,21 +202,13 @@ def attention_of(config: AttentionConfig, dim: int, heads: int) -> Attention:
     )
 
 
-def own_delta(method: str) -> float:
-    """The delta that a method has if none is given: 0 for SSMax, as in its paper and the released code."""
-    return 0.0 if method == "ssmax" else 1.0
-
-
 def _scaler_of(config: AttentionConfig, dim: int, heads: int) -> Scaler | None:
     """The scaler with the options of `config`, None where the method has none to be given."""
-    delta = own_delta(config.method) if config.delta is None else config.delta
     beta, gamma = config.initial_beta, config.initial_gamma
-    if config.method == "ssmax":
-        return SSMax(dim, heads, delta)
     if config.method == "sentmax":
-        return Scalable(dim, heads, delta, initial_beta=beta, initial_gamma=gamma)
+        return Scalable(dim, heads, config.delta, initial_beta=beta, initial_gamma=gamma)
     if config.method in ("assmax", "asentmax"):
-        return Adaptive(dim, heads, delta, config.gamma_range, initial_beta=beta, initial_gamma=gamma)
+        return Adaptive(dim, heads, config.delta, config.gamma_range, initial_beta=beta, initial_gamma=gamma)
     return None
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from longspan.nn.decoder import AttentionConfig, DecoderConfig, own_delta
+from longspan.nn.decoder import AttentionConfig, DecoderConfig
 
 Config = TypeVar("Config")
 Precision = Literal["float32", "bfloat16"]
@@ -106,9 +106,7 @@ def fingerprint(config: RunConfig) -> str:
         for key, value in to_json(typed).items()
         if key not in watched and not key.startswith(("validate_", "test_"))
     }
-    attention = fields["model"]["attention"]
-    if attention["delta"] is None:
-        attention["delta"] = own_delta(attention["method"])
+    tell_start(fields["model"]["attention"])
     for (*path, name), before in _YOUNGER.items():
         holder = fields
         for key in path:
@@ -116,6 +114,12 @@ def fingerprint(config: RunConfig) -> str:
         if holder[name] == before:
             del holder[name]
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=6).hexdigest()
+
+
+def tell_start(attention: dict[str, Any]) -> None:
+    """For fingerprints: SEntmax was once built with a delta of 1 and a start that was drawn, whatever was asked for."""
+    if attention["method"] == "sentmax" and (attention["delta"], attention["initial_beta"]) != (1.0, None):
+        attention["start"] = "of the config"
 
 
 def check(config: RunConfig) -> None:

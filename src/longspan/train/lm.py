@@ -22,7 +22,7 @@ from longspan.text.corpora import open_corpus
 from longspan.text.documents import CorpusError
 from longspan.text.packing import TextBatch, Windows, evenly_spaced, stacked, window
 from longspan.train.checkpoint import Checkpoint
-from longspan.train.config import OptimizerConfig, Precision, check_training, from_json, to_json
+from longspan.train.config import OptimizerConfig, Precision, check_training, from_json, tell_start, to_json
 from longspan.train.distributed import (
     ALONE,
     Processes,
@@ -151,6 +151,7 @@ def fingerprint(config: LanguageConfig) -> str:
     left_out |= {"log_every", "save_every", "validate_every", "validate_windows"}
     typed = from_json(LanguageConfig, to_json(config))  # a learning rate of 1 is one of 1.0
     fields = {key: value for key, value in to_json(typed).items() if key not in left_out}
+    tell_start(fields["model"]["attention"])
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 

@@ -97,7 +97,7 @@ def check_model(config: type) -> None:
     """
     name = _of_its_own_kind(config)
     if name is not None:
-        raise ValueError(f"{name} cannot run longspan attention: of transformers' attentions it runs its own alone")
+        raise ValueError(f"{name} cannot run longspan attention: it says that it runs none but its own")
 
 
 @cache
