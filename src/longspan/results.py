@@ -46,7 +46,10 @@ def _drop_cut_line(file: IO[bytes]) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a crash leaves the old one or the new one."""
     draft = path.with_suffix(".part")
-    draft.write_text(text, encoding="utf-8")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # or else a power cut may leave the new name with nothing in it
     draft.replace(path)
 
 

@@ -47,8 +47,8 @@ def demo(
     config = replace(config, steps=steps, learning_rate=rate, samples=samples, seed=seed)
     path = out / "rows.jsonl"
     origin = provenance()  # before the old rows go: they may be part of the tree
-    rows = _kept(path, config)
-    rows = rows if resume else []
+    kept = _kept(path, config)  # also to refuse rows of another run, which would be written over
+    rows = kept if resume else []
     measured = {row["method"] for row in rows}
     missing = [name for name in names if name not in measured]
     started = time.monotonic()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Literal
 import torch
 
 from longspan.nn.llama import flops_per_token
-from longspan.results import Row, append_rows, provenance
+from longspan.results import Row, append_rows, provenance, write_whole
 from longspan.train import checkpoint as checkpoints
 from longspan.train.config import from_json, read_fields, to_json
 from longspan.train.distributed import ALONE, Processes
@@ -47,7 +46,7 @@ def run_language(
 def _run(trainer: LanguageTrainer, folder: Path, report: Report, stop: Stop) -> Outcome:
     config, processes = trainer.config, trainer.processes
     if processes.first:
-        _claim(folder, config)
+        write_whole(folder / "config.json", json.dumps(to_json(config), indent=2) + "\n")
     saved = checkpoints.saved(folder / "checkpoints")
     if saved:
         trainer.restore(checkpoints.load(saved[-1]))
@@ -94,16 +93,6 @@ def _refuse_another(folder: Path, config: LanguageConfig) -> None:
         theirs = read_fields(path)
         if "task" in theirs or fingerprint(from_json(LanguageConfig, theirs)) != fingerprint(config):
             raise ValueError(f"{folder} holds a run of another config; choose another folder or delete it")
-
-
-def _claim(folder: Path, config: LanguageConfig) -> None:
-    path = folder / "config.json"
-    draft = path.with_suffix(".part")
-    with draft.open("w") as file:
-        file.write(json.dumps(to_json(config), indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def _log(trainer: LanguageTrainer, note: Report, since_step: int, since: float) -> None:
